@@ -1,0 +1,71 @@
+"""From a model on disk to a directory of a Triton model repository: the whole offline path in one call."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from converters import bundle, folder, graph, repository
+from converters.manifest import MANIFEST_FILE
+from converters.prepared import Prepared
+from nereid_backend.engines import engine_class, parse_device
+from nereid_backend.errors import BundleError
+from nereid_backend.spec import ModelSpec
+
+# Triton refuses other characters from 26.03 on, and a name becomes a directory.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def model_name(source: Path) -> str:
+    """The name a model is served under: the directory's, or an ONNX file's without its suffix."""
+    source = source.resolve()
+    return source.stem if source.suffix == ".onnx" and not source.is_dir() else source.name
+
+
+def prepare(
+    source: Path,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    backend: str | None = None,
+    max_batch_size: int | None = None,
+) -> Prepared:
+    """Read and check a model without writing anything. Raises NereidError subclasses."""
+    parse_device(device)
+    name = model_name(source) if name is None else name
+    if not _NAME.fullmatch(name):
+        raise BundleError(f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name")
+    if not source.exists():
+        raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or an .onnx file")
+    bare = source.is_file() and source.suffix == ".onnx"
+    if max_batch_size is not None and not bare:
+        raise BundleError("--max-batch-size applies to a bare .onnx file; a bundle or folder declares its own")
+    if bare:
+        return graph.read(source, name, device, max_batch_size)
+    if source.is_file():
+        raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or an .onnx file")
+    if (source / MANIFEST_FILE).exists() and backend is None:
+        return bundle.read(source, name, device)
+    return folder.read(source, name, device, backend)
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    backend: str | None = None,
+    max_batch_size: int | None = None,
+    link: bool = False,
+    force: bool = False,
+) -> Prepared:
+    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written."""
+    prepared = prepare(source, name=name, device=device, backend=backend, max_batch_size=max_batch_size)
+    repository.write(prepared, target, link=link, force=force)
+    return prepared
+
+
+def check_device(spec: ModelSpec) -> None:
+    """Raise EngineMissing or DeviceMissing unless this interpreter can run ``spec`` on its device."""
+    engine_class(spec.engine).check_device(spec.device)

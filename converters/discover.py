@@ -1,0 +1,24 @@
+"""Finding models under a folder, told apart by content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from converters.folder import DETECTORS
+from converters.manifest import MANIFEST_FILE
+
+
+def is_model(path: Path) -> bool:
+    """Whether ``path`` is a bundle, a nereid folder (of any backend) or an ``.onnx`` file."""
+    if path.is_file():
+        return path.suffix == ".onnx"
+    return (path / MANIFEST_FILE).exists() or any(matches(path) for matches, _ in DETECTORS.values())
+
+
+def find(path: Path) -> list[Path]:
+    """``path`` itself when it is a model, else the models directly below it, by name; hidden entries are skipped."""
+    if is_model(path):
+        return [path]
+    if not path.is_dir():
+        return []
+    return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and is_model(entry))

@@ -1,0 +1,165 @@
+"""Writer of Triton model repositories: NAME/{config.pbtxt, 1/model.py, 1/nereid.json, 1/<artifacts>}.
+
+config.pbtxt is complete, built from Triton's own message and parsed back, so that the server runs without
+auto-complete (which would start a second stub per model). A model is written beside its place and renamed into it:
+an interrupted conversion leaves the old model or nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from converters.prepared import Prepared, Source
+from nereid_backend.engines import parse_device
+from nereid_backend.errors import RepositoryError
+from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
+
+CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
+MODEL_PY = "from nereid_backend.model import TritonPythonModel as TritonPythonModel\n"
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def config(spec: ModelSpec) -> Any:
+    """The ``inference.ModelConfig`` message of a model."""
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    message = pb.ModelConfig(name=spec.name, backend="python", platform=spec.platform)
+    message.max_batch_size = spec.max_batch_size
+    for tensors, field in ((spec.inputs, message.input), (spec.outputs, message.output)):
+        for tensor in tensors:
+            field.add(name=tensor.name, data_type=_data_type(pb, tensor), dims=spec.dims(tensor))
+    kind, index = parse_device(spec.device)
+    group = message.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
+    if kind == "cuda":
+        group.kind = pb.ModelInstanceGroup.KIND_GPU
+        group.gpus.append(index)
+    if spec.coalesce:
+        # No delay (500 us of it makes a lone client 2.4x slower and gains nothing under load) and no queue policy
+        # (on one instance each of them makes requests wait for a 500 ms tick).
+        message.dynamic_batching.SetInParent()
+    return message
+
+
+def config_text(spec: ModelSpec) -> str:
+    """config.pbtxt of a model, parsed back and compared. Raises RepositoryError."""
+    message = config(spec)
+    text = text_format.MessageToString(message)
+    if text_format.Parse(text, type(message)()) != message:
+        raise RepositoryError(f"config.pbtxt of {spec.name!r} does not read back as written; please report this model")
+    return text
+
+
+def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
+    """Write a model into ``repository`` and return its directory. Raises RepositoryError.
+
+    ``link``: artifacts are hard links (symbolic ones across file systems) instead of copies; they then change when
+    their source is changed in place. ``force``: replace a model of that name.
+    """
+    spec = prepared.spec
+    target = repository / spec.name
+    text = config_text(spec)
+    if target.exists() and not force:
+        raise RepositoryError(f"{target} exists; use --force to replace it")
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        with _scratch(repository) as scratch:
+            fresh = Path(scratch) / spec.name
+            version = fresh / VERSION
+            version.mkdir(parents=True)
+            _write_text(fresh / CONFIG_FILE, text)
+            _write_text(version / MODEL_FILE, MODEL_PY)
+            _write_text(version / SPEC_FILE, spec.to_json())
+            for name, source in prepared.files.items():
+                _place(source, version / name, link=link)
+            for directory in (version, fresh):
+                _sync(directory)
+            _swap_in(fresh, target)
+            _sync(repository)
+    except OSError as error:
+        raise RepositoryError(
+            f"cannot write {target}: {error.strerror or error}; check space, permissions and that the source still exists"
+        ) from error
+    return target
+
+
+def _scratch(repository: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary directory on the repository's file system, after removing those that killed conversions left.
+
+    It lies beside the repository: Triton takes even a hidden directory inside for a model and refuses to start.
+    """
+    repository = repository.resolve()
+    parent = repository.parent
+    if parent.stat().st_dev != repository.stat().st_dev or not os.access(parent, os.W_OK):
+        parent = repository
+    prefix = f".{repository.name}-convert-"
+    for leftover in parent.glob(f"{prefix}*"):
+        owner = leftover.name[len(prefix) :].partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+
+
+def _data_type(pb: Any, tensor: TensorSpec) -> int:
+    if tensor.element.triton is None:
+        raise RepositoryError(f"tensor {tensor.name!r} is {tensor.dtype}, which Triton has no type for")
+    value: int = pb.DataType.Value(tensor.element.triton)
+    return value
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _place(source: Source, target: Path, *, link: bool) -> None:
+    if not isinstance(source, Path):
+        source(target)
+        return
+    source = source.resolve()
+    if link:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without hard links
+            target.symlink_to(source)
+        return
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap_in(fresh: Path, target: Path) -> None:
+    """Put ``fresh`` at ``target``; what was there ends in ``fresh``'s place, which the caller removes."""
+    if not target.exists():
+        fresh.rename(target)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = (os.fsencode(fresh), os.fsencode(target))
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return
+    # A file system without exchange: two renames, with the old model kept until the new one is in place.
+    old = fresh.with_name("old")
+    target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        old.rename(target)
+        raise

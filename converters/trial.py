@@ -1,0 +1,159 @@
+"""What a folder's contract leaves open, learned by running the model once at convert time.
+
+A nereid contract may leave an output's shape and dtype undeclared, and says nothing about whether rows influence each
+other. Both are settled here on made-up input, so that the runtime has nothing to guess: a model whose rows agree
+whether they run alone or together may have requests coalesced, any other runs one request per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from nereid_backend import dtypes
+from nereid_backend.engines import Array, Engine, engine_class
+from nereid_backend.errors import BundleError, EngineError, InvalidArgument
+from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
+
+_VARIABLE_SIZES = (2, 3)
+_SAME_KERNELS, _OTHER_KERNELS = 1e-6, 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOutput:
+    """A declared output; ``dtype`` or ``dims`` (without batch) are None when the contract leaves them open."""
+
+    name: str
+    dtype: str | None
+    dims: tuple[int, ...] | None
+    binding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    outputs: tuple[TensorSpec, ...]
+    coalesce: bool
+    notes: tuple[str, ...] = ()
+
+    def complete(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, outputs=self.outputs, coalesce=self.coalesce)
+
+
+def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput]) -> Learned:
+    """Run ``spec`` (its outputs not yet known) on made-up input and complete ``outputs``.
+
+    Always on the CPU: a model may be converted on another machine than it is served on.
+
+    Raises BundleError when the model cannot run and something is left open, SignatureError when it cannot be opened.
+    """
+    # The engine needs the outputs' names only; shapes and dtypes come from the run.
+    draft = tuple(TensorSpec(o.name, o.dtype or "f32", o.dims or (), None, o.binding) for o in outputs)
+    engine = engine_class(spec.engine).load(replace(spec, outputs=draft, device="cpu"), directory)
+    try:
+        return _learn(engine, spec, outputs)
+    finally:
+        engine.close()
+
+
+def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Learned:
+    batched = spec.max_batch_size > 0
+    rng = np.random.default_rng(0)
+    try:
+        first, other = (_made_up(spec.inputs, size, rng) for size in _VARIABLE_SIZES)
+        alone = engine.run(first)
+        varied = engine.run(other)
+    except (EngineError, InvalidArgument) as error:
+        if any(o.dtype is None or o.dims is None for o in outputs):
+            raise BundleError(
+                f"an output is not declared in full and a trial run failed ({error}); declare its shape and datatype"
+            ) from None
+        return Learned(
+            tuple(_declared(o, batched) for o in outputs), False, (f"requests run one by one: a trial run failed ({error})",)
+        )
+    if len(alone) != len(outputs):
+        raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
+    specs = tuple(
+        _complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True)
+    )
+    if spec.max_batch_size < 2:
+        return Learned(specs, False)
+    problem = _rows_depend(engine, spec, rng)
+    return Learned(specs, problem is None, (f"requests run one by one: {problem}",) if problem else ())
+
+
+def _made_up(inputs: Sequence[TensorSpec], variable: int, rng: np.random.Generator) -> list[Array]:
+    """One row of small numbers, valid as indices and as values, with every variable axis at ``variable``."""
+    result = []
+    for tensor in inputs:
+        shape = [variable if n == VARIABLE else n for n in tensor.at_batch(1)]
+        result.append((rng.random(shape) * 2).astype(tensor.element.numpy))
+    return result
+
+
+def _declared(output: OpenOutput, batched: bool) -> TensorSpec:
+    dims = output.dims or ()
+    return TensorSpec(
+        output.name, output.dtype or "f32", (VARIABLE, *dims) if batched else dims, 0 if batched else None, output.binding
+    )
+
+
+def _complete(output: OpenOutput, alone: Array, varied: Array, batched: bool) -> TensorSpec:
+    dtype = dtypes.by_numpy(alone.dtype)
+    if output.dtype is not None and dtype.token != output.dtype:
+        raise BundleError(
+            f"output {output.name!r} is {dtype.kserve} in a trial run, the contract says "
+            f"{dtypes.by_token(output.dtype).kserve}; correct data_type"
+        )
+    if dtype.kserve is None:
+        raise BundleError(f"output {output.name!r} is {dtype.token}, which has no KServe datatype; cast it in the model")
+    shapes = [_row_shape(array.shape, output.dims, batched) for array in (alone, varied)]
+    dims = output.dims
+    if dims is None:
+        if len(shapes[0]) != len(shapes[1]):
+            raise BundleError(f"output {output.name!r} changes its rank with its input; declare output_shape")
+        dims = tuple(a if a == b else VARIABLE for a, b in zip(*shapes, strict=True))
+    for shape in shapes:
+        if len(shape) != len(dims) or any(want not in (VARIABLE, got) for want, got in zip(dims, shape, strict=True)):
+            raise BundleError(
+                f"output {output.name!r} has shape {list(shape)} per row in a trial run, the contract says {list(dims)}; "
+                "correct the contract"
+            )
+    return _declared(OpenOutput(output.name, dtype.token, dims, output.binding), batched)
+
+
+def _row_shape(shape: tuple[int, ...], declared: tuple[int, ...] | None, batched: bool) -> tuple[int, ...]:
+    """The shape of one row of a one-row run, which may have left the batch axis out."""
+    if not batched or (declared is not None and len(shape) == len(declared)):
+        return shape
+    return shape[1:] if shape[:1] == (1,) else shape
+
+
+def _rows_depend(engine: Engine, spec: ModelSpec, rng: np.random.Generator) -> str | None:
+    """Why rows of different requests must not share a run, or None when they may.
+
+    The sharp test is a row next to two different neighbours in runs of the same size: the same kernels run, so its
+    result may not move. Alone against together is compared loosely, as kernels for other sizes round otherwise.
+    """
+    row, one, two = (_made_up(spec.inputs, _VARIABLE_SIZES[0], rng) for _ in range(3))
+    try:
+        alone = engine.run(row)
+        beside_one, beside_two = (
+            engine.run([np.concatenate(rows) for rows in zip(row, other, strict=True)]) for other in (one, two)
+        )
+    except (EngineError, InvalidArgument) as error:
+        return f"two rows at once fail ({error})"
+    for single, pair, other in zip(alone, beside_one, beside_two, strict=True):
+        if pair.shape[:1] != (2,) or other.shape != pair.shape or single.shape != (1, *pair.shape[1:]):
+            return f"two rows give an output of shape {list(pair.shape)}, not one entry per row"
+        if not _close(pair[:1], other[:1], _SAME_KERNELS) or not _close(pair[:1], single, _OTHER_KERNELS):
+            return "a row gives another result beside other rows"
+    return None
+
+
+def _close(left: Array, right: Array, tolerance: float) -> bool:
+    return np.allclose(
+        left.astype(np.float64), right.astype(np.float64), rtol=tolerance, atol=tolerance, equal_nan=True
+    )

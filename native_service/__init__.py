@@ -1,0 +1,1 @@
+"""Processes beside Triton: the supervisor, the native gRPC service, health and metrics."""

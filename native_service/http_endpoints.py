@@ -1,0 +1,76 @@
+"""Health and metrics over HTTP, for probes and Prometheus; there is no inference here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from native_service.settings import Address
+from nereid_backend.errors import SettingsError
+
+_METRICS_TIMEOUT_S = 5.0
+_METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+
+
+class HttpEndpoints:
+    """The HTTP server on ``server.http_addr``."""
+
+    def __init__(
+        self, bind: Address, *, models: Collection[str], is_ready: Callable[[], Awaitable[bool]], metrics: str
+    ) -> None:
+        """``is_ready`` tells whether calls would be served now; ``metrics`` is Triton's metrics ``host:port``."""
+        self._bind = bind
+        self._models = frozenset(models)
+        self._is_ready = is_ready
+        self._metrics_url = f"http://{metrics}/metrics"
+        self._session: ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> Address:
+        """Listen; the address with its real port. Raises SettingsError when the port cannot be had."""
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/v2/health/live", self._live),
+                web.get("/v2/health/ready", self._ready),
+                web.get("/v2/models/{model}/ready", self._model_ready),
+                web.get("/v2/models/{model}/versions/{version}/ready", self._model_ready),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._bind.host, self._bind.port).start()
+        except OSError as error:
+            await self.stop()
+            raise SettingsError(f"server.http_addr {self._bind} cannot be bound ({error.strerror})") from None
+        return self._bind._replace(port=self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if await self._is_ready() else 400)
+
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        known = request.match_info["model"] in self._models and request.match_info.get("version", "1") == "1"
+        return web.Response(status=200 if known and await self._is_ready() else 400)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        if self._session is None:
+            return web.Response(status=503)
+        try:
+            async with self._session.get(self._metrics_url) as answer:
+                return web.Response(body=await answer.read(), status=answer.status, headers=_METRICS_HEADERS)
+        except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
+            return web.Response(status=503, text="Triton does not answer\n")

@@ -1,0 +1,135 @@
+"""The folder of one run of ``nereid serve``, and the cleaning up after runs that could not do it themselves.
+
+``<cache>/run/<id>/`` holds ``lease`` (locked by the supervisor for its whole life) and ``triton_models/``. Every
+process of the run carries ``NEREID_RUN=<that folder>`` in its environment, and every shared-memory region starts
+with the run's prefix. A free lease therefore proves that the supervisor is gone, whatever way it went, and both
+marks say what is left of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from native_service import cache
+
+_LOG = logging.getLogger("nereid.run")
+
+MARK = "NEREID_RUN"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
+_PROC = Path("/proc")
+_KILL_WAIT_S = 5.0
+_KILL_POLL_S = 0.05
+
+
+class RunDirectory:
+    """One run's folder, leased to this process from ``open`` until ``close``."""
+
+    def __init__(self, path: Path, lease: int) -> None:
+        self.path = path
+        self._lease: int | None = lease
+
+    @classmethod
+    def open(cls, cache_folder: Path) -> RunDirectory:
+        """Sweep what dead runs left, then make a new folder below ``cache_folder``."""
+        runs = cache_folder / "run"
+        runs.mkdir(mode=cache.PRIVATE, exist_ok=True)
+        # Under one lock, or a sweep could take a folder whose owner has not locked its lease yet.
+        with cache.locked(cache_folder / "run.lock"):
+            sweep(runs)
+            path = runs / f"{os.getpid()}-{secrets.token_hex(4)}"
+            path.mkdir(mode=cache.PRIVATE)
+            lease = cache.try_lock(path / "lease")
+            if lease is None:
+                raise RuntimeError(f"the lease of the new folder {path} is taken")
+        (path / "triton_models").mkdir()
+        return cls(path, lease)
+
+    @property
+    def repository(self) -> Path:
+        """Triton's model repository of this run."""
+        return self.path / "triton_models"
+
+    @property
+    def shared_memory_prefix(self) -> str:
+        return _prefix(self.path)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What marks a process as one of this run."""
+        return {MARK: str(self.path)}
+
+    def close(self) -> None:
+        """Kill what is left of the run, remove its shared memory and its folder. A second call does nothing."""
+        if self._lease is None:
+            return
+        _clear(self.path)
+        os.close(self._lease)
+        self._lease = None
+
+
+def sweep(runs: Path) -> None:
+    """Clear every run below ``runs`` whose lease nobody holds."""
+    for path in sorted(runs.iterdir()):
+        if not path.is_dir():
+            continue
+        lease = cache.try_lock(path / "lease")
+        if lease is None:
+            continue
+        try:
+            _LOG.info("clearing what run %s left", path.name)
+            _clear(path)
+        finally:
+            os.close(lease)
+
+
+def _prefix(run: Path) -> str:
+    # The folder of the cache is part of the name because several caches may share one /dev/shm.
+    folder = hashlib.sha256(os.fsencode(run.parent.parent)).hexdigest()[:8]
+    return f"nereid-{folder}-{run.name}-"
+
+
+def _clear(run: Path) -> None:
+    _kill_marked(run)
+    for region in _SHARED_MEMORY.glob(f"{_prefix(run)}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if region.stat().st_uid == os.getuid():
+                region.unlink()
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def _kill_marked(run: Path) -> None:
+    """SIGKILL every process of ``run`` and wait until they are gone (a region may only go after its users)."""
+    deadline = time.monotonic() + _KILL_WAIT_S
+    while pids := list(_marked(run)):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            _LOG.warning("processes %s of run %s do not die", pids, run.name)
+            return
+        time.sleep(_KILL_POLL_S)
+
+
+def _marked(run: Path) -> Iterator[int]:
+    """The ids of this user's other processes whose environment carries the mark of ``run``.
+
+    A zombie's environment reads as empty, so what is dead but not yet waited for is not listed.
+    """
+    mark = os.fsencode(f"{MARK}={run}")
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if entry.stat().st_uid == os.getuid() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
+        except OSError:
+            continue  # gone meanwhile, or not ours to look at

@@ -1,0 +1,255 @@
+"""nereid.yaml: what is served, where, and within which limits.
+
+The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.allow_insecure``
+and ``models[].options``. Unknown keys are errors and relative paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import yaml
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from native_service.settings_errors import describe
+from nereid_backend.errors import SettingsError
+
+DEFAULT_FILE = "nereid.yaml"
+DEFAULT_BIND = "127.0.0.1:50051"
+DEFAULT_CAPACITY = 16
+DEFAULT_SIGNATURE = "serving_default"
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
+
+
+class Address(NamedTuple):
+    """An IP address and a TCP port; port 0 asks for any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.host).is_loopback
+
+
+def parse_address(text: str) -> Address:
+    """``127.0.0.1:50051`` or ``[::1]:50051``. Raises ValueError for anything else, host names included."""
+    host, colon, port = text.strip().rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        ip = ipaddress.ip_address(host[1:-1] if bracketed else host)
+    except ValueError:
+        ip = None
+    # Brackets are for IPv6 and only for it, so that the port's colon is never in doubt.
+    if not colon or ip is None or bracketed != (ip.version == 6) or not re.fullmatch(r"[0-9]{1,5}", port):
+        raise ValueError("must be IP:port such as 127.0.0.1:50051 or [::1]:50051, not a host name")
+    if int(port) > 65535:
+        raise ValueError("must have a port from 0 to 65535")
+    return Address(str(ip), int(port))
+
+
+def _address_text(text: str) -> str:
+    return str(parse_address(_not_blank(text)))
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be blank")
+    return text
+
+
+def _model_name(text: str) -> str:
+    # The name becomes a folder and a gRPC service name; Triton 2.70 and newer refuse other characters as well.
+    if not _NAME.fullmatch(_not_blank(text)) or set(text) == {"."}:
+        raise ValueError("may hold letters, digits, '_', '.' and '-' only")
+    return text
+
+
+def _device(text: str) -> str:
+    if text == "cpu":
+        return text
+    match = _DEVICE.fullmatch(text)
+    if match is None:
+        raise ValueError("must be cpu, cuda or cuda:N")
+    return f"cuda:{int(match.group(1) or 0)}"
+
+
+AddressText = Annotated[str, AfterValidator(_address_text)]
+NonBlank = Annotated[str, AfterValidator(_not_blank)]
+
+
+class _Section(BaseModel):
+    # strict: a quoted number or a bool in the place of a number is a mistake to report, not to repair.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+class Limits(_Section):
+    """Bounds on what one caller may cost; exceeding one is a clear error for that caller."""
+
+    max_message_bytes: Annotated[int, Field(gt=0)] = 4 * 1024 * 1024
+    """Largest single gRPC message a client may send."""
+    max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
+    """Largest input tensor of a Checkpoint call, all chunks together."""
+    max_buffered_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024 * 1024
+    """Most input bytes of all Checkpoint calls together that wait for the rest of their tensor."""
+    max_chunks: Annotated[int, Field(gt=0)] = 65_536
+    """Most chunks of one Checkpoint call."""
+    load_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest conversion, and longest load in Triton, of one model."""
+
+
+class ModelSettings(_Section):
+    """One served model; ``name`` is also its folder's name below ``ml_backends_path``."""
+
+    name: Annotated[str, AfterValidator(_model_name)]
+    device: Annotated[str, AfterValidator(_device)]
+    queue_capacity: Annotated[int, Field(gt=0)]
+    """Calls running and waiting together; one more is refused at once."""
+    backend: NonBlank | None = None
+    signature: NonBlank = DEFAULT_SIGNATURE
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class ServerSettings(_Section):
+    """Addresses, the folder of models, limits."""
+
+    bind_addr: AddressText
+    ml_backends_path: NonBlank
+    http_addr: Annotated[
+        AddressText | None, Field(validation_alias=AliasChoices("http_addr", "metrics_addr"))
+    ] = None
+    """Health and metrics over HTTP; None is off."""
+    allow_insecure: bool = False
+    limits: Limits = Limits()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_http_key(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "http_addr" in raw and "metrics_addr" in raw:
+            raise ValueError("http_addr and metrics_addr are two names of one key; keep http_addr")
+        return raw
+
+    @model_validator(mode="after")
+    def _addresses(self) -> ServerSettings:
+        if self.http_addr is not None and self.http_addr == self.bind_addr and self.bind.port != 0:
+            raise ValueError(f"http_addr must differ from bind_addr, both are {self.bind_addr}")
+        if not self.bind.is_loopback and not self.allow_insecure:
+            raise ValueError(
+                f"bind_addr {self.bind_addr} is reachable from other machines without TLS or keys; "
+                "use 127.0.0.1, or accept that with allow_insecure: true"
+            )
+        return self
+
+    @property
+    def bind(self) -> Address:
+        return parse_address(self.bind_addr)
+
+    @property
+    def http(self) -> Address | None:
+        return None if self.http_addr is None else parse_address(self.http_addr)
+
+    @property
+    def folder(self) -> Path:
+        """``ml_backends_path``, absolute."""
+        return Path(self.ml_backends_path)
+
+
+class Settings(_Section):
+    """Everything ``nereid serve`` is told. No models (only from ``for_folder``) = every bundle in the folder."""
+
+    server: ServerSettings
+    models: Annotated[tuple[ModelSettings, ...], Field(strict=False)]
+
+    @model_validator(mode="after")
+    def _models(self) -> Settings:
+        if not self.models:
+            raise ValueError("models must list at least one model")
+        seen: set[str] = set()
+        for model in self.models:
+            if model.name in seen:
+                raise ValueError(f"models must have unique names, {model.name!r} appears twice")
+            seen.add(model.name)
+        return self
+
+
+def load(path: Path) -> Settings:
+    """Read and check ``path``. Raises SettingsError with one line per problem."""
+    raw = _read(path)
+    try:
+        settings = Settings.model_validate(raw)
+    except ValidationError as error:
+        raise SettingsError("\n".join(describe(path, error))) from None
+    folder = Path(path.absolute().parent, settings.server.ml_backends_path)
+    absolute = str(_directory(folder, f"{path}: server.ml_backends_path"))
+    server = settings.server.model_copy(update={"ml_backends_path": absolute})
+    return settings.model_copy(update={"server": server})
+
+
+def for_folder(path: Path, *, bind: str = DEFAULT_BIND, http: str | None = None) -> Settings:
+    """Settings without a file: every bundle in ``path``, on the CPU, ``DEFAULT_CAPACITY`` calls each."""
+    folder = _directory(path.absolute(), "PATH")
+    return Settings.model_construct(server=_server(bind, str(folder), http), models=())
+
+
+def with_addresses(settings: Settings, bind: str | None, http: str | None) -> Settings:
+    """``settings`` with the addresses of the command line in the place of the file's. Raises SettingsError."""
+    if bind is None and http is None:
+        return settings
+    old = settings.server
+    server = _server(bind or old.bind_addr, old.ml_backends_path, http or old.http_addr, old.allow_insecure, old.limits)
+    return settings.model_copy(update={"server": server})
+
+
+def _server(
+    bind: str, folder: str, http: str | None, allow_insecure: bool = False, limits: Limits | None = None
+) -> ServerSettings:
+    raw: dict[str, Any] = {"bind_addr": bind, "ml_backends_path": folder, "allow_insecure": allow_insecure}
+    raw["limits"] = limits or Limits()
+    if http is not None:
+        raw["http_addr"] = http
+    try:
+        return ServerSettings.model_validate(raw)
+    except ValidationError as error:
+        raise SettingsError("\n".join(describe(Path("command line"), error))) from None
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        what_to_do = "name a file with --config, or a folder of bundles"
+        raise SettingsError(f"{path}: cannot be read ({error.strerror}); {what_to_do}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "syntax error"
+        raise SettingsError(f"{path}: is not YAML{where} ({problem})") from None
+    if raw is None:
+        raise SettingsError(f"{path}: is empty; it needs the keys server and models")
+    if not isinstance(raw, dict):
+        raise SettingsError(f"{path}: must hold a mapping with server and models, got {type(raw).__name__}")
+    return raw
+
+
+def _directory(folder: Path, what: str) -> Path:
+    try:
+        return _checked_directory(folder)
+    except OSError as error:
+        raise SettingsError(f"{what} must be a directory, got {folder} ({error.strerror})") from None
+
+
+def _checked_directory(folder: Path) -> Path:
+    resolved = folder.resolve(strict=True)
+    if not resolved.is_dir():
+        raise NotADirectoryError(20, "not a directory")
+    return resolved

@@ -1,0 +1,303 @@
+"""tritonserver as a child: started on loopback, told to load models one by one, and always brought to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from native_service import preflight, processes
+from native_service.embedded_triton import TritonInstall
+from native_service.triton_errors import load_failure
+from native_service.triton_log import TritonLog
+from nereid_backend.errors import ModelLoadError, TritonUnavailable
+
+_LOG = logging.getLogger("nereid.triton")
+
+LOOPBACK = "127.0.0.1"
+_START_TIMEOUT_S = 60.0
+_START_POLL_S = 0.05
+_START_TRIES = 3
+_EXIT_TIMEOUT_S = 5
+_END_AFTER_ERROR_S = 0.3
+_STOP_GRACE_S = 10.0
+_STUB_TIMEOUT_S = 60
+_UNLIMITED: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
+_RESTRICTED = "model-repository,shared-memory,trace,logging"
+_KEY_NAME = "nereid-key"
+_PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
+
+
+@dataclass(frozen=True, slots=True)
+class TritonAddresses:
+    """Where the running server listens, each as ``127.0.0.1:port``."""
+
+    grpc: str
+    http: str
+    metrics: str
+
+
+class TritonServer:
+    """One tritonserver process. ``start`` once, ``load`` each model, ``stop`` at the end (always)."""
+
+    def __init__(
+        self,
+        install: TritonInstall,
+        repository: Path,
+        *,
+        shared_memory_prefix: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm."""
+        self._install = install
+        self._repository = repository
+        self._prefix = shared_memory_prefix
+        self._environment = {**_environment(install), **(environment or {})}
+        # Other users of this machine may reach loopback; only we may change what is served. Like any argument it
+        # shows in the process list: it keeps programs out by mistake, not a determined local user.
+        self._key = secrets.token_hex(16)
+        self._log = TritonLog()
+        self._child: processes.Child | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._channel: Any = None
+        self._addresses: TritonAddresses | None = None
+        self._loading: str | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def addresses(self) -> TritonAddresses:
+        if self._addresses is None:
+            raise TritonUnavailable("tritonserver has not been started")
+        return self._addresses
+
+    @property
+    def channel(self) -> Any:
+        """The grpc.aio channel to the server; unlimited message sizes, closed by ``stop``."""
+        if self._channel is None:
+            raise TritonUnavailable("tritonserver has not been started")
+        return self._channel
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._child is not None and self._child.is_running
+
+    async def start(self) -> None:
+        """Return once the gRPC port answers. Raises TritonUnavailable with the reason."""
+        for tries_left in reversed(range(_START_TRIES)):
+            addresses = _free_addresses()
+            self._log = TritonLog()
+            self._child = await processes.start(self._command(addresses), self._environment)
+            self._readers = _read_output(self._child, self._log)
+            self._addresses = addresses
+            self._channel = grpc.aio.insecure_channel(addresses.grpc, options=_UNLIMITED)
+            try:
+                await self._until_live()
+            except TritonUnavailable:
+                await self._end(grace_s=0)
+                # Between our look at a free port and Triton's bind another program may take it.
+                if tries_left and any(mark in line for line in self._log.complaints for mark in _PORT_TAKEN):
+                    _LOG.info("a port was taken meanwhile; starting tritonserver again on others")
+                    continue
+                raise
+            return
+
+    async def load(self, model: str, timeout_s: float) -> None:
+        """Load ``model`` of the repository.
+
+        Raises ModelLoadError with Triton's reason. A load that passes its deadline cannot be cancelled on 2.51 and
+        blocks the server's exit, so then everything is killed.
+        """
+        request = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        call = self.channel.unary_unary(
+            "/inference.GRPCInferenceService/RepositoryModelLoad",
+            request_serializer=service_pb2.RepositoryModelLoadRequest.SerializeToString,
+            response_deserializer=service_pb2.RepositoryModelLoadResponse.FromString,
+        )
+        metadata = ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
+        self._loading = model
+        try:
+            await self._while_running(call(request, timeout=timeout_s, metadata=metadata), f"while loading {model!r}")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                await self._end(grace_s=0)
+                raise ModelLoadError(
+                    f"model {model!r} did not load within {timeout_s:g} s; see the log above for what it waits for,"
+                    " or raise server.limits.load_timeout_s"
+                ) from None
+            self._loading = None
+            reason = load_failure(error.details() or "")
+            raise ModelLoadError(f"model {model!r} could not be loaded: {reason}") from None
+        self._loading = None
+
+    async def _while_running(self, call: Any, when: str) -> None:
+        """Await ``call``, but no longer than the process lives.
+
+        The stubs inherit the server's sockets: while one of them hangs, a call to a dead server stays open.
+        """
+        if self._child is None:
+            raise TritonUnavailable("tritonserver has not been started")
+        answered = asyncio.ensure_future(_awaited(call))
+        ended = asyncio.ensure_future(self._child.process.wait())
+        try:
+            await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
+            if answered.done() and _is_broken(answered.exception()):
+                # A server that ends breaks its connections just before.
+                await asyncio.wait((ended,), timeout=_END_AFTER_ERROR_S)
+            if ended.done():
+                raise TritonUnavailable(await self._death(when))
+            await answered
+        finally:
+            for task in (answered, ended):
+                task.cancel()
+            await asyncio.gather(answered, ended, return_exceptions=True)
+
+    async def wait(self) -> str:
+        """Wait for the process's end, which nobody asked for; the reason as a sentence."""
+        if self._child is None:
+            raise TritonUnavailable("tritonserver has not been started")
+        await self._child.process.wait()
+        return await self._death("while serving")
+
+    async def stop(self) -> None:
+        """SIGTERM, bounded wait, SIGKILL of the group; at once SIGKILL while a load is in progress."""
+        await self._end(grace_s=0 if self._loading is not None else _STOP_GRACE_S)
+
+    async def _end(self, grace_s: float) -> None:
+        if self._child is not None:
+            code = await self._child.stop(grace_s)
+            _LOG.debug("tritonserver ended with code %s", code)
+        # After the process, so that a call in progress learns of its end and not of a closed channel.
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
+        for reader in self._readers:
+            # A model's own child may hold the pipes open for ever.
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._readers = []
+
+    async def _until_live(self) -> None:
+        call = self.channel.unary_unary(
+            "/inference.GRPCInferenceService/ServerLive",
+            request_serializer=service_pb2.ServerLiveRequest.SerializeToString,
+            response_deserializer=service_pb2.ServerLiveResponse.FromString,
+        )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self.is_running:
+                raise TritonUnavailable(await self._death("while starting"))
+            # A refused connection puts gRPC into a back-off of a second; a plain connect does not.
+            if await _is_open(self.addresses.grpc):
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await call(service_pb2.ServerLiveRequest(), timeout=1.0)
+                    return
+            await asyncio.sleep(_START_POLL_S)
+        raise TritonUnavailable(f"tritonserver did not answer within {_START_TIMEOUT_S:g} s of its start")
+
+    async def _death(self, when: str) -> str:
+        """Why the process ended, as far as its last lines tell."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*self._readers, return_exceptions=True)
+        code = None if self._child is None else self._child.process.returncode
+        how = "stopped answering" if code is None else f"ended with code {code}"
+        last = f": {self._log.complaints[-1]}" if self._log.complaints else ""
+        return f"tritonserver {how} {when}{last}"
+
+    def _command(self, addresses: TritonAddresses) -> list[str]:
+        command = [str(self._install.server), f"--model-repository={self._repository}"]
+        for kind in ("grpc", "http", "metrics"):
+            host, _, port = str(getattr(addresses, kind)).rpartition(":")
+            command += [f"--{kind}-address={host}", f"--{kind}-port={port}"]
+        command += [
+            "--model-control-mode=explicit",
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
+            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
+            f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}",
+            f"--http-restricted-api={_RESTRICTED}:{_KEY_NAME}={self._key}",
+        ]
+        if self._install.backend_directory is not None:
+            command.append(f"--backend-directory={self._install.backend_directory}")
+        if self._install.cache_directory is not None:
+            command.append(f"--cache-directory={self._install.cache_directory}")
+        return command
+
+
+def _environment(install: TritonInstall) -> dict[str, str]:
+    environment = dict(os.environ)
+    # The stub takes its sys.prefix from the first python3 in PATH: the one this process runs in.
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    environment["PYTHONUNBUFFERED"] = "1"
+    if libraries := preflight.library_path(install):
+        environment["LD_LIBRARY_PATH"] = libraries
+    return environment
+
+
+def _is_broken(error: BaseException | None) -> bool:
+    """Whether a call ended for the connection and not by an answer of the server."""
+    lost = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in lost
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+def _free_addresses() -> TritonAddresses:
+    with contextlib.ExitStack() as held:
+        ports = []
+        for _ in range(3):
+            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind((LOOPBACK, 0))
+            ports.append(probe.getsockname()[1])
+    return TritonAddresses(*(f"{LOOPBACK}:{port}" for port in ports))
+
+
+async def _is_open(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+def _read_output(child: processes.Child, log: TritonLog) -> list[asyncio.Task[None]]:
+    async def read(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+        async for line in processes.lines(stream):
+            take(line)
+
+    pairs = ((child.stdout, log.printed), (child.stderr, log.logged))
+    return [asyncio.create_task(read(stream, take)) for stream, take in pairs]

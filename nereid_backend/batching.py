@@ -1,0 +1,116 @@
+"""Gather rows of several requests, pad to a compiled size, check and split the results.
+
+Pure numpy: nothing here knows Triton. Rows are always on axis 0 when requests are coalesced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.errors import InvalidArgument, OutputError
+from nereid_backend.safetensors import aligned_empty
+from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+
+def padded_size(sizes: Sequence[int], rows: int) -> int:
+    """The smallest of the ascending ``sizes`` that holds ``rows``; ``rows`` itself when any size runs.
+
+    Raises InvalidArgument when none does.
+    """
+    if not sizes:
+        return rows
+    for size in sizes:
+        if size >= rows:
+            return size
+    raise InvalidArgument(f"{rows} rows are more than the largest compiled batch size {sizes[-1]}; send fewer rows")
+
+
+class Staging:
+    """One reused, 64-byte aligned buffer per input, grown to the largest batch seen.
+
+    A batch handed out by ``gather`` is valid until the next ``gather``.
+    """
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        self._inputs = tuple(inputs)
+        self._buffers: list[Array | None] = [None] * len(self._inputs)
+
+    def gather(self, requests: Sequence[Sequence[Array]], rows: Sequence[int], size: int) -> list[Array]:
+        """Join each input of ``requests`` on axis 0 and append zero rows up to ``size``.
+
+        A single request of exactly ``size`` rows passes through uncopied.
+        """
+        if len(requests) == 1 and rows[0] == size:
+            return [np.ascontiguousarray(array) if array.ndim else array for array in requests[0]]
+        batch = []
+        for index, tensor in enumerate(self._inputs):
+            parts = [request[index] for request in requests]
+            row_shape = parts[0].shape[1:]
+            target = self._buffer(index, tensor, size, row_shape)
+            position = 0
+            for part, count in zip(parts, rows, strict=True):
+                target[position : position + count] = part
+                position += count
+            target[position:] = 0
+            batch.append(target)
+        return batch
+
+    def _buffer(self, index: int, tensor: TensorSpec, size: int, row_shape: tuple[int, ...]) -> Array:
+        dtype = tensor.element.numpy
+        if VARIABLE in tensor.row_shape:  # no bound on what rows may come: nothing worth keeping
+            return np.empty((size, *row_shape), dtype)
+        buffer = self._buffers[index]
+        if buffer is None or len(buffer) < size:
+            nbytes = size * math.prod(row_shape) * dtype.itemsize
+            buffer = aligned_empty(nbytes).view(dtype).reshape(size, *row_shape)
+            self._buffers[index] = buffer
+        return buffer[:size]
+
+    def owns(self, array: Array) -> bool:
+        """Whether ``array`` may live in one of the reused buffers (an identity model returns its input)."""
+        return any(buffer is not None and np.may_share_memory(array, buffer) for buffer in self._buffers)
+
+
+def check_outputs(spec: ModelSpec, outputs: Sequence[Array], size: int) -> list[Array]:
+    """Compare a run of ``size`` rows with the spec, because Triton does not. Returns arrays in program shape.
+
+    A nereid folder may leave the batch axis out of a one-row output; it is put back here. Raises OutputError.
+    """
+    if len(outputs) != len(spec.outputs):
+        raise OutputError(f"model {spec.name!r} returned {len(outputs)} outputs, expected {len(spec.outputs)}")
+    checked = []
+    for tensor, array in zip(spec.outputs, outputs, strict=True):
+        if array.dtype != tensor.element.numpy:
+            raise OutputError(
+                f"model {spec.name!r} output {tensor.name!r} has dtype {array.dtype.name}, "
+                f"expected {tensor.element.numpy_name}"
+            )
+        expected = tensor.at_batch(size)
+        shape = array.shape
+        if spec.batch_may_be_omitted and size == 1 and len(shape) == len(expected) - 1:
+            shape = (1, *shape)
+        if len(shape) != len(expected) or any(
+            want not in (VARIABLE, got) for want, got in zip(expected, shape, strict=True)
+        ):
+            raise OutputError(
+                f"model {spec.name!r} output {tensor.name!r} has shape {list(array.shape)}, expected {list(expected)}"
+            )
+        checked.append(array.reshape(shape))
+    return checked
+
+
+def split(outputs: Sequence[Array], rows: Sequence[int]) -> list[list[Array]]:
+    """The rows of each request, as views, padding dropped."""
+    if len(rows) == 1 and all(len(output) == rows[0] for output in outputs):
+        return [list(outputs)]
+    results, position = [], 0
+    for count in rows:
+        results.append([output[position : position + count] for output in outputs])
+        position += count
+    return results

@@ -1,0 +1,227 @@
+"""StableHLO programs in JAX: an own primitive under ``jax.jit``.
+
+The primitive's lowering merges the artifact's module into the one JAX builds and calls its ``main``, so no
+model code is traced and the whole jit machinery (fast dispatch, numpy arguments, compilation cache) applies.
+Only ``jax.extend`` and ``jax.interpreters.mlir`` are used: the same lines run on jax 0.7.1 to 0.12.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nereid_backend import dtypes, safetensors
+from nereid_backend.engines import Array, import_library, parse_device
+from nereid_backend.errors import DeviceMissing, EngineError, SignatureError
+from nereid_backend.spec import ModelSpec
+
+ENTRY = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument or result of ``main``: a dtype token and a static shape in program order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A parsed artifact. Hashable by content, as a static parameter of the primitive must be."""
+
+    data: bytes
+    arguments: tuple[Argument, ...]
+    results: tuple[Argument, ...]
+
+
+def read_module(path: Path) -> Module:
+    """Parse an artifact (portable artifact, MLIR bytecode or text) and its ``main`` signature, without compiling.
+
+    Raises SignatureError for a file that is no StableHLO, has no ``main``, is dynamic, sharded or multi-platform;
+    EngineMissing without jax.
+    """
+    import_library("stablehlo")
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SignatureError(f"{path.name}: cannot be read ({error.strerror})") from None
+    with mlir.make_ir_context() as context:
+        module = _parse(data, context, path.name)
+        attributes = module.operation.attributes
+        for key in ("mhlo.num_partitions", "mhlo.num_replicas"):
+            if key in attributes and ir.IntegerAttr(attributes[key]).value > 1:
+                raise SignatureError(f"{path.name}: is sharded ({key} > 1); export it for one device")
+        symbols = ir.SymbolTable(module.operation)
+        if ENTRY not in symbols:
+            raise SignatureError(f"{path.name}: has no function {ENTRY!r}; export the model again")
+        main = symbols[ENTRY]
+        if "arg_attrs" in main.attributes and "_platform_index" in str(main.attributes["arg_attrs"]):
+            raise SignatureError(f"{path.name}: was exported for several platforms; export it for one")
+        signature = main.type
+        return Module(
+            data,
+            tuple(_argument(t, path.name, "argument", i) for i, t in enumerate(signature.inputs)),
+            tuple(_argument(t, path.name, "result", i) for i, t in enumerate(signature.results)),
+        )
+
+
+def _parse(data: bytes, context: Any, name: str) -> Any:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+
+    try:
+        # Plain MLIR bytecode carries the same magic as a portable artifact; the producer string tells them apart.
+        if data.startswith(b"ML\xefR") and b"StableHLO_v" in data[:64]:
+            return stablehlo.deserialize_portable_artifact(context, data)
+        return ir.Module.parse(data, context)
+    except (ValueError, ir.MLIRError, UnicodeDecodeError):
+        raise SignatureError(
+            f"{name}: is not a StableHLO module that this jax can read; it is damaged, or newer than the installed "
+            "jax: copy or export it again"
+        ) from None
+
+
+def _argument(kind: Any, name: str, role: str, index: int) -> Argument:
+    from jax.extend.mlir import ir
+
+    try:
+        ranked = ir.RankedTensorType(kind)
+    except ValueError:
+        raise SignatureError(f"{name}: {role} {index} is {kind}, only tensors are supported") from None
+    if not ranked.has_static_shape:
+        raise SignatureError(f"{name}: {role} {index} is {kind}; export one static program per batch size")
+    return Argument(dtypes.by_stablehlo(str(ranked.element_type)).token, tuple(ranked.shape))
+
+
+def _make_primitive() -> Any:
+    import jax
+    from jax.extend.core import Primitive
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import func
+    from jax.interpreters import mlir
+
+    primitive = Primitive("nereid_stablehlo")
+    primitive.multiple_results = True
+
+    def abstract_eval(*_arguments: Any, module: Module) -> list[Any]:
+        return [jax.core.ShapedArray(r.shape, dtypes.by_token(r.dtype).numpy) for r in module.results]
+
+    def lower(context: Any, *operands: Any, module: Module) -> Any:
+        parsed = _parse(module.data, context.module_context.context, "program")
+        results = list(ir.FunctionType(ir.SymbolTable(parsed.operation)[ENTRY].type).results)  # merging empties it
+        symbol = mlir.merge_mlir_modules(
+            context.module_context.module, ENTRY, parsed, dst_symtab=context.module_context.symbol_table
+        )
+        return func.CallOp(results, ir.FlatSymbolRefAttr.get(symbol), operands).results
+
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+class StableHloEngine:
+    """One jitted function per compiled size; all sizes share one set of device-resident weights."""
+
+    def __init__(self, functions: dict[int | None, Callable[..., Any]], weights: list[Any], axis: tuple[int, int]):
+        self._functions = functions
+        self._weights = weights
+        self._batched_input, self._batch_axis = axis
+
+    @classmethod
+    def check_device(cls, device: str) -> None:
+        jax = import_library("stablehlo")
+        _configure(jax, device)
+        _device(jax, device)
+
+    @classmethod
+    def load(cls, spec: ModelSpec, directory: Path) -> StableHloEngine:
+        jax = import_library("stablehlo")
+        _configure(jax, spec.device)
+        device = _device(jax, spec.device)
+        weights: list[Any] = []
+        if spec.weights is not None:
+            # One shared read buffer; device_put aliases what is 64-byte aligned and copies the rest. It is never
+            # written afterwards, which the aliasing demands.
+            tensors = safetensors.read(directory / spec.weights.file).tensors
+            weights = [jax.device_put(tensors[name], device) for name in spec.weights.argument_order]
+        primitive = _make_primitive()
+        shardings = {} if spec.device == "cpu" else {"in_shardings": jax.sharding.SingleDeviceSharding(device)}
+
+        def jitted(module: Module) -> Callable[..., Any]:
+            def nereid_program(*arguments: Any) -> Any:
+                return primitive.bind(*arguments, module=module)
+
+            function: Callable[..., Any] = jax.jit(nereid_program, **shardings)
+            return function
+
+        functions = {p.batch_size: jitted(read_module(directory / p.file)) for p in spec.programs}
+        batched = [(i, t.batch_axis) for i, t in enumerate(spec.inputs) if t.batch_axis is not None]
+        return cls(functions, weights, batched[0] if batched else (0, 0))
+
+    def run(self, inputs: list[Array]) -> list[Array]:
+        if len(self._functions) == 1:
+            (function,) = self._functions.values()
+        else:
+            function = self._functions[inputs[self._batched_input].shape[self._batch_axis]]
+        try:
+            # numpy arguments go straight in (an explicit device_put costs 20 us each); np.asarray waits for the
+            # result, after which the inputs may be reused.
+            return [np.asarray(output) for output in function(*inputs, *self._weights)]
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise EngineError(f"the StableHLO program failed: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        self._functions, self._weights = {}, []
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _configure(jax: Any, device: str) -> None:
+    # Without 64-bit mode JAX narrows i64 and f64 arguments silently.
+    jax.config.update("jax_enable_x64", True)
+    # A CUDA build of jax would otherwise take the first GPU for a model that asks for the CPU.
+    jax.config.update("jax_platforms", "cpu" if parse_device(device)[0] == "cpu" else "cuda,cpu")
+    cache = _compilation_cache()
+    if cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _compilation_cache() -> Path | None:
+    """The folder of compiled programs, or None where no private one can be had (compiled code must be ours)."""
+    root = os.environ.get("NEREID_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    path = Path(root) / ("xla" if os.environ.get("NEREID_CACHE_DIR") else "nereid/xla")
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = path.stat()
+    except OSError:
+        return None
+    private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return path if private and os.access(path, os.W_OK) else None
+
+
+def _device(jax: Any, device: str) -> Any:
+    kind, index = parse_device(device)
+    try:
+        found = jax.devices(kind)
+    except RuntimeError:
+        found = []
+    if index >= len(found):
+        raise DeviceMissing(
+            f"device {device!r} is not there: jax sees {len(found)} {kind} device(s); use another device, or install "
+            "a jax built for it"
+        )
+    return found[index]

@@ -1,0 +1,115 @@
+"""The one error tree of the project.
+
+A class knows the canonical gRPC code by *name*; each process edge translates that name once
+(:mod:`nereid_backend.model` to a ``TritonError``, the service to a gRPC status, the commands to
+an exit code). The text is short and safe to show to a client: it names the object, the rule, what
+was expected, what was found and what to do, and never a server path or a traceback of the runtime.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class NereidError(Exception):
+    """Root of the tree. ``code`` is a canonical gRPC status name."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+
+# What a caller did.
+
+
+class InvalidArgument(NereidError):
+    """A request that breaks the model's contract."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotFound(NereidError):
+    """A model or version nobody serves."""
+
+    code = "NOT_FOUND"
+
+
+class ResourceExhausted(NereidError):
+    """A limit of this server was reached; the same call may succeed later."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+# What a bundle or a folder on disk is.
+
+
+class BundleError(NereidError):
+    """A model on disk cannot be converted as it is."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class ManifestError(BundleError):
+    """manifest.yaml breaks a rule of the bundle format."""
+
+
+class ContractError(BundleError):
+    """model_inference.textproto breaks a rule of the nereid folder contract."""
+
+
+class SignatureError(BundleError):
+    """A compiled program does not take or give what the manifest and the weights say."""
+
+
+class WeightsError(BundleError):
+    """A safetensors file is damaged or does not fit the bundle."""
+
+
+class SpecError(BundleError):
+    """nereid.json is not a model specification this version can read."""
+
+
+class RepositoryError(BundleError):
+    """The Triton model repository cannot be written as asked."""
+
+
+# What this machine offers.
+
+
+class EngineMissing(NereidError):
+    """The library of an engine is not installed in this interpreter."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class DeviceMissing(NereidError):
+    """The device a model asks for is not there."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class SettingsError(NereidError):
+    """nereid.yaml or a command line breaks a rule."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class TritonUnavailable(NereidError):
+    """No tritonserver can be found, fetched, started or reached."""
+
+    code = "UNAVAILABLE"
+
+
+class ModelLoadError(NereidError):
+    """Triton could not load a model, or did not within its deadline."""
+
+    code = "FAILED_PRECONDITION"
+
+
+# What went wrong while computing.
+
+
+class EngineError(NereidError):
+    """The executable failed on valid input."""
+
+
+class OutputError(NereidError):
+    """The executable gave something else than its specification says."""

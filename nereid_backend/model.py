@@ -1,0 +1,193 @@
+"""``TritonPythonModel``: what ``1/model.py`` of every converted model re-exports.
+
+Triton calls ``initialize`` once and ``execute`` with a list of requests, one call at a time. Every request gets
+exactly one response; a failing request never takes its neighbours along.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from nereid_backend.batching import Array, Staging, check_outputs, padded_size, split
+from nereid_backend.engines import Engine, engine_class
+from nereid_backend.errors import InvalidArgument, NereidError
+from nereid_backend.spec import VARIABLE, ModelSpec
+from nereid_backend.tensors import TensorAccess
+
+# Asking Triton whether a request was cancelled is a round trip to the server process. It is worth it only where a
+# run costs much more than the question.
+CANCEL_CHECK_MIN_RUN_S = 0.005
+
+_TRITON_CODES = {
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "NOT_FOUND": "NOT_FOUND",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "UNIMPLEMENTED": "UNSUPPORTED",
+    "CANCELLED": "CANCELLED",
+}
+
+
+class TritonPythonModel:
+    """Serves one ModelSpec with one engine."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        directory = Path(args["model_repository"]) / args["model_version"]
+        try:
+            self._open(ModelSpec.read(directory), directory)
+        except NereidError as error:
+            # Triton shows this text to whoever asked for the load.
+            raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
+
+    def _open(self, spec: ModelSpec, directory: Path) -> None:
+        self._spec = spec
+        self._sizes = spec.batch_sizes
+        self._engine: Engine = engine_class(spec.engine).load(spec, directory)
+        self._access = TensorAccess(pb_utils)
+        self._staging = Staging(spec.inputs)
+        self._inputs = [(t, spec.is_scalar(t)) for t in spec.inputs]
+        self._outputs = [(t.name, spec.is_scalar(t)) for t in spec.outputs]
+        self._run_s = 0.0  # moving mean of one run's duration
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Run every compiled size once, so that no request pays for compilation."""
+        for size in self._sizes or (1,):
+            zeros = [
+                np.zeros([1 if n == VARIABLE else n for n in t.at_batch(size)], t.element.numpy)
+                for t in self._spec.inputs
+            ]
+            try:
+                self._engine.run(zeros)
+                start = time.perf_counter()
+                self._engine.run(zeros)
+                self._run_s = time.perf_counter() - start
+            except NereidError:
+                if self._sizes:
+                    raise
+                # A model that takes any size may refuse zeros or ones where real input is fine.
+                pb_utils.Logger.log_warn(f"model {self._spec.name!r}: the warm-up run on zeros failed")
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        responses: list[Any] = [None] * len(requests)
+        accepted: list[int] = []
+        inputs: list[list[Array]] = []
+        rows: list[int] = []
+        ask = self._run_s > CANCEL_CHECK_MIN_RUN_S
+        for index, request in enumerate(requests):
+            try:
+                if ask and request.is_cancelled():
+                    responses[index] = _failure("the request was cancelled", "CANCELLED")
+                    continue
+                arrays = self._read_inputs(request)
+                count = self._rows(arrays)
+            except NereidError as error:
+                responses[index] = self._report(request, error)
+                continue
+            accepted.append(index)
+            inputs.append(arrays)
+            rows.append(count)
+        if self._spec.max_batch_size == 0 or len(accepted) > 1 and not self._spec.coalesce:
+            groups = [[i] for i in range(len(accepted))]
+        else:
+            groups = [list(range(len(accepted)))] if accepted else []
+        for group in groups:
+            results = self._run_group([inputs[i] for i in group], [rows[i] for i in group])
+            for i, result in zip(group, results, strict=True):
+                index = accepted[i]
+                responses[index] = (
+                    self._report(requests[index], result)
+                    if isinstance(result, Exception)
+                    else pb_utils.InferenceResponse(self._write_outputs(result))
+                )
+        return responses
+
+    def finalize(self) -> None:
+        self._engine.close()
+
+    def _run_group(self, inputs: list[list[Array]], rows: list[int]) -> Sequence[list[Array] | Exception]:
+        try:
+            return self._run(inputs, rows)
+        except MemoryError as error:
+            return [error] * len(rows)
+        except Exception as error:  # noqa: BLE001 - the process edge: whatever a model raises ends here
+            if len(rows) == 1:
+                return [error]
+        # One of them may be at fault (an index out of range, say): alone, only that one fails.
+        return [self._run_group([i], [r])[0] for i, r in zip(inputs, rows, strict=True)]
+
+    def _run(self, inputs: list[list[Array]], rows: list[int]) -> list[list[Array]]:
+        spec = self._spec
+        if spec.max_batch_size == 0:
+            return [check_outputs(spec, self._timed_run(inputs[0]), rows[0])]
+        size = padded_size(self._sizes, sum(rows))
+        batch = self._staging.gather(inputs, rows, size)
+        outputs = check_outputs(spec, self._timed_run(batch), size)
+        outputs = [output.copy() if self._staging.owns(output) else output for output in outputs]
+        return split(outputs, rows)
+
+    def _timed_run(self, batch: list[Array]) -> list[Array]:
+        start = time.perf_counter()
+        outputs = self._engine.run(batch)
+        self._run_s += 0.1 * (time.perf_counter() - start - self._run_s)
+        return outputs
+
+    def _read_inputs(self, request: Any) -> list[Array]:
+        arrays = []
+        for tensor, scalar in self._inputs:
+            array = self._access.read(pb_utils.get_input_tensor_by_name(request, tensor.name), tensor)
+            arrays.append(array.reshape(array.shape[:-1]) if scalar else array)
+        return arrays
+
+    def _rows(self, arrays: list[Array]) -> int:
+        """Rows of a request (1 when nothing is batched). Raises InvalidArgument."""
+        spec = self._spec
+        rows: int | None = None
+        for tensor, array in zip(spec.inputs, arrays, strict=True):
+            if tensor.batch_axis is None:
+                continue
+            count = array.shape[tensor.batch_axis]
+            if rows is not None and count != rows:
+                raise InvalidArgument(
+                    f"model {spec.name!r} input {tensor.name!r} has {count} rows, other inputs have {rows}"
+                )
+            rows = count
+        if rows is None:
+            return 1
+        if spec.max_batch_size == 0 and self._sizes and rows not in self._sizes:
+            raise InvalidArgument(
+                f"model {spec.name!r} has no program for {rows} rows and its batches cannot be padded; "
+                f"send one of {list(self._sizes)}"
+            )
+        return rows
+
+    def _write_outputs(self, arrays: list[Array]) -> list[Any]:
+        return [
+            self._access.write(name, array[..., np.newaxis] if scalar else array)
+            for (name, scalar), array in zip(self._outputs, arrays, strict=True)
+        ]
+
+    def _report(self, request: Any, error: Exception) -> Any:
+        """The error response of one request; the log gets the whole story, the client a short text."""
+        name, request_id = self._spec.name, request.request_id() or "-"
+        if isinstance(error, InvalidArgument):
+            pb_utils.Logger.log_verbose(f"model {name!r} request {request_id}: {error}")
+            return _failure(str(error), error.code)
+        trace = "".join(traceback.format_exception(error))
+        pb_utils.Logger.log_error(f"model {name!r} request {request_id} failed\n{trace}")
+        if isinstance(error, NereidError):
+            return _failure(str(error), error.code)
+        if isinstance(error, MemoryError):
+            return _failure(f"model {name!r} ran out of memory; send less at once or try later", "UNAVAILABLE")
+        return _failure(f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL")
+
+
+def _failure(message: str, code: str) -> Any:
+    triton_code = getattr(pb_utils.TritonError, _TRITON_CODES.get(code, "INTERNAL"))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, triton_code))

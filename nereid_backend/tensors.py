@@ -1,0 +1,139 @@
+"""Tensors between Triton's stub and numpy: what is exact where.
+
+Measured against tritonserver 2.51 (see tests/nereid_backend/test_tensors_on_triton.py, which repeats it for every
+dtype on both numpy generations):
+
+===========  =========================================  ==========================================
+numpy        into the model                             out of the model
+===========  =========================================  ==========================================
+1.26         ``as_numpy`` (writable view of the shared  ``Tensor(name, ndarray)``;
+             memory)                                    ``Tensor.from_dlpack`` of an ndarray segfaults
+2            DLPack; ``as_numpy`` is silently wrong     DLPack; ``Tensor(name, ndarray)`` is silently
+                                                        empty
+BF16, any    a DLPack capsule read by us: numpy has no  a DLPack capsule written by us
+             BF16 and refuses one
+===========  =========================================  ==========================================
+
+From 2.52 on the plain calls are exact under numpy 2 as well, and so is DLPack, so the numpy generation alone decides.
+Read-only arrays (numpy views of JAX results) leave through our own capsule too: numpy refuses to export them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.spec import TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+_KIND_INT, _KIND_UINT, _KIND_FLOAT, _KIND_BFLOAT, _KIND_BOOL = 0, 1, 2, 4, 6
+_KINDS = {"i": _KIND_INT, "u": _KIND_UINT, "f": _KIND_FLOAT, "b": _KIND_BOOL}
+_CPU = 1
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
+_DLManagedTensor._fields_ = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", _Deleter)]
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_NAME = b"dltensor"
+
+# A consumer owns an exported tensor until it calls the deleter, possibly without the GIL (numpy 1's own deleter
+# crashes there; a ctypes callback takes the GIL first). What it points to is kept here until then.
+_exported: dict[int, tuple[Any, ...]] = {}
+_keys = itertools.count(1)
+
+
+@_Deleter
+def _release(managed: Any) -> None:
+    _exported.pop(managed.contents.manager_ctx, None)
+
+
+class Capsule:
+    """A C-contiguous CPU array as a DLPack producer, whatever its dtype and writability."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        array = self._array
+        kind = _KIND_BFLOAT if array.dtype.name == "bfloat16" else _KINDS[array.dtype.kind]
+        shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
+        managed = _DLManagedTensor()
+        tensor = managed.dl_tensor
+        tensor.data = array.ctypes.data
+        tensor.device_type, tensor.device_id, tensor.ndim = _CPU, 0, array.ndim
+        tensor.dtype = _DLDataType(kind, array.itemsize * 8, 1)
+        tensor.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
+        key = next(_keys)
+        managed.manager_ctx, managed.deleter = key, _release
+        _exported[key] = (array, shape, managed)
+        return _new_capsule(ctypes.addressof(managed), _NAME, None)
+
+
+def _read_bf16(tensor: Any, dtype: np.dtype[Any]) -> Array:
+    """The BF16 content of an object with ``__dlpack__``, copied (2 bytes an element)."""
+    capsule = tensor.__dlpack__()
+    dl = _DLManagedTensor.from_address(_get_pointer(capsule, _NAME)).dl_tensor
+    shape = tuple(dl.shape[i] for i in range(dl.ndim))
+    array = np.empty(shape, dtype)
+    if array.nbytes:
+        ctypes.memmove(array.ctypes.data, dl.data + dl.byte_offset, array.nbytes)
+    return array  # the capsule still owns the tensor and frees it here
+
+
+class TensorAccess:
+    """Reads and makes ``pb_utils`` tensors on this interpreter's numpy."""
+
+    def __init__(self, pb_utils: Any, numpy_version: str = np.__version__) -> None:
+        self._tensor = pb_utils.Tensor
+        self._dlpack = int(numpy_version.partition(".")[0]) >= 2
+
+    def read(self, tensor: Any, spec: TensorSpec) -> Array:
+        """The array behind an input tensor; a view of Triton's shared memory except for BF16."""
+        if spec.dtype == "bf16":
+            return _read_bf16(tensor, spec.element.numpy)
+        array: Array = np.from_dlpack(tensor) if self._dlpack else tensor.as_numpy()
+        return array
+
+    def write(self, name: str, array: Array) -> Any:
+        """An output tensor. Strided arrays are made contiguous first: Triton ignores strides."""
+        array = np.ascontiguousarray(array)
+        if array.dtype.name == "bfloat16" or (self._dlpack and not array.flags.writeable):
+            return self._tensor.from_dlpack(name, Capsule(array))
+        if self._dlpack:
+            return self._tensor.from_dlpack(name, array)
+        return self._tensor(name, array)
