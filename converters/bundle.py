@@ -40,9 +40,7 @@ def read(directory: Path, name: str, device: str) -> Prepared:
     if None in modules:
         inputs = _as_compiled(inputs, modules[None].arguments)
         outputs = _as_compiled(outputs, modules[None].results)
-    coalesce = (
-        None not in modules and bool(inputs) and all(tensor.batch_axis == 0 for tensor in (*inputs, *outputs))
-    )
+    coalesce = None not in modules and bool(inputs) and all(tensor.batch_axis == 0 for tensor in (*inputs, *outputs))
     spec = ModelSpec(
         name=name,
         engine="stablehlo",
@@ -87,8 +85,8 @@ def find_modules(directory: Path, manifest: Manifest) -> dict[int | None, Path]:
     if sized:
         if missing := sorted(set(manifest.compiled_batch_sizes) - set(sized)):
             raise BundleError(
-                f"manifest declares compiled batch sizes {missing} but there is no model.b{missing[0]}.mlir; export the "
-                "bundle again or correct 'compiled_batch_sizes'"
+                f"manifest declares compiled batch sizes {missing} but there is no model.b{missing[0]}.mlir; export "
+                "the bundle again or correct 'compiled_batch_sizes'"
             )
         if not any(tensor.batch_axis is not None for tensor in manifest.executable_inputs):
             raise BundleError("there are model.b{N}.mlir files but no executable input has a batch axis")

@@ -57,7 +57,9 @@ def command(
             click.echo(f"error: {source}: {error}", err=True)
             continue
         spec = prepared.spec
-        sizes = ", ".join(map(str, spec.batch_sizes)) or (f"up to {spec.max_batch_size}" if spec.max_batch_size else "none")
+        sizes = ", ".join(map(str, spec.batch_sizes)) or (
+            f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
+        )
         click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes})")
         for note in prepared.notes:
             click.echo(f"note: {source}: {note}", err=True)

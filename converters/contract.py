@@ -181,7 +181,7 @@ def _parse_lines(text: str, text_format_problem: str) -> Mapping[str, Any]:
     raw: dict[str, Any] = {}
     block: dict[str, Any] | None = None
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.partition("#")[0].strip()  # noqa: PLW2901
+        line = line.partition("#")[0].strip()
         if not line:
             continue
         if opened := re.match(r"(input|output) ?\{", line):

@@ -34,7 +34,9 @@ def prepare(
     parse_device(device)
     name = model_name(source) if name is None else name
     if not _NAME.fullmatch(name):
-        raise BundleError(f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name")
+        raise BundleError(
+            f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name"
+        )
     if not source.exists():
         raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or an .onnx file")
     bare = source.is_file() and source.suffix == ".onnx"

@@ -39,7 +39,10 @@ DETECTORS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "torch": (_has_suffix(".pt"), f"{CONTRACT_FILE} and one .pt"),
     "onnx": (_has_suffix(".onnx"), f"{CONTRACT_FILE} and one .onnx"),
     "python": (_has("main.py", "requirements.txt"), "main.py and requirements.txt"),
-    "tensorflow": (_has(CONTRACT_FILE, "saved_model.pb", "variables"), f"{CONTRACT_FILE}, saved_model.pb and variables/"),
+    "tensorflow": (
+        _has(CONTRACT_FILE, "saved_model.pb", "variables"),
+        f"{CONTRACT_FILE}, saved_model.pb and variables/",
+    ),
     "cpp": (_has_cpp, f"{CONTRACT_FILE} and main.cpp, build.sh or model"),
     "cxx": (lambda _: False, "nothing: it must be named by backend"),
 }

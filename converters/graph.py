@@ -95,7 +95,9 @@ def input_spec(tensor: ContractTensor, max_batch_size: int, binding: str = "") -
     dims = tensor.dims or ()
     batched = max_batch_size > 0
     binding = "" if binding == tensor.name else binding
-    return TensorSpec(tensor.name, tensor.dtype, (VARIABLE, *dims) if batched else dims, 0 if batched else None, binding)
+    return TensorSpec(
+        tensor.name, tensor.dtype, (VARIABLE, *dims) if batched else dims, 0 if batched else None, binding
+    )
 
 
 def external_data(path: Path) -> dict[str, Path]:

@@ -195,7 +195,9 @@ def _batch_sizes(raw: Any) -> tuple[int, ...]:
     sizes = raw.get("compiled_batch_sizes")
     sizes = [] if sizes is None else sizes
     if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
-        raise ManifestError(f"manifest 'batching.compiled_batch_sizes' must be a list of positive integers, got {sizes!r}")
+        raise ManifestError(
+            f"manifest 'batching.compiled_batch_sizes' must be a list of positive integers, got {sizes!r}"
+        )
     return tuple(sizes)
 
 
@@ -280,7 +282,9 @@ def _validate_model(manifest: Manifest, has_hook: bool) -> None:
         raise ManifestError("manifest has 'input_shapes' but no executable input has a variable axis")
     for entry in manifest.input_shapes:
         if missing := sorted(variable - set(entry)):
-            raise ManifestError(f"manifest 'input_shapes' entry {dict(entry)} is missing a size for variable axis {missing}")
+            raise ManifestError(
+                f"manifest 'input_shapes' entry {dict(entry)} is missing a size for variable axis {missing}"
+            )
         if extra := sorted(set(map(str, entry)) - variable):
             raise ManifestError(f"manifest 'input_shapes' entry {dict(entry)} names non-variable axes {extra}")
     keys = manifest.variant_keys

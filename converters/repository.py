@@ -86,7 +86,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             _sync(repository)
     except OSError as error:
         raise RepositoryError(
-            f"cannot write {target}: {error.strerror or error}; check space, permissions and that the source still exists"
+            f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
         ) from error
     return target
 

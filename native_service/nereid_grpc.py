@@ -25,6 +25,12 @@ SERVICE = "inference.Nereid"
 _SHORTEST_DEADLINE_S = 0.010
 
 
+class DeadlineError(NereidError):
+    """The client stops waiting before its call can be handed on."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A loaded model and how many calls it takes at once."""
@@ -83,6 +89,9 @@ class NereidService:
         except grpc.aio.AioRpcError as error:
             # Triton's own code and words: the runtime inside has made them fit for a client.
             await context.abort(error.code(), error.details() or "Triton gave no reason")
+        except Exception:  # noqa: BLE001 - the edge of this process towards its clients
+            _LOG.exception("a Checkpoint call failed in a way nobody planned for")
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 
     async def _answer(self, requests: AsyncIterator[Any], context: Any) -> tuple[Any, ModelSpec]:
         reader = CheckpointReader(self._specs, self._limits, self._budget)
@@ -131,14 +140,8 @@ def _time_left(context: Any) -> float | None:
     """Seconds the client still waits, None when it waits for ever."""
     left: float | None = context.time_remaining()
     if left is not None and left < _SHORTEST_DEADLINE_S:
-        raise DeadlinePassed("the deadline leaves no time to run the model")
+        raise DeadlineError("the deadline leaves no time to run the model")
     return left
-
-
-class DeadlinePassed(NereidError):
-    """The client stops waiting before its call can be handed on."""
-
-    code = "DEADLINE_EXCEEDED"
 
 
 class NativeServer:

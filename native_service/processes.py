@@ -17,11 +17,12 @@ _READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A running child and the read ends of its output."""
+    """A running child and the read ends of its output. ``close`` it after its end."""
 
     process: asyncio.subprocess.Process
     stdout: asyncio.StreamReader
     stderr: asyncio.StreamReader
+    pipes: tuple[asyncio.ReadTransport, ...]
 
     @property
     def is_running(self) -> bool:
@@ -43,19 +44,33 @@ class Child:
         self.kill_group()
         return await self.process.wait()
 
+    def close(self) -> None:
+        """Close our ends of the pipes; a grandchild that left the group may hold the others for ever."""
+        for pipe in self.pipes:
+            pipe.close()
+
 
 async def start(
-    command: Sequence[str], environment: Mapping[str, str], *, stdin: int = asyncio.subprocess.DEVNULL
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: int = asyncio.subprocess.DEVNULL,
+    longest_line: int = _READ_BYTES,
 ) -> Child:
     """Start ``command`` as the leader of a new session; it is killed when this process dies.
 
-    A session of its own keeps a terminal's Ctrl-C with the supervisor, which stops its children in order. The
-    pipes are ours and not asyncio's, whose ``wait`` returns only when every holder of a pipe is gone: a grandchild
-    that hangs would hide the child's death.
+    ``longest_line`` is in bytes and counts for ``readline`` only. A session of its own keeps a terminal's Ctrl-C
+    with the supervisor, which stops its children in order. The pipes are ours and not asyncio's, whose ``wait``
+    returns only when every holder of a pipe is gone: a grandchild that hangs would hide the child's death.
     """
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+    pipes: list[asyncio.ReadTransport] = []
     try:
-        stdout, stderr = await _reader(out_read), await _reader(err_read)
+        readers = []
+        for descriptor in (out_read, err_read):
+            reader, pipe = await _reader(descriptor, longest_line)
+            readers.append(reader)
+            pipes.append(pipe)
         process = await asyncio.create_subprocess_exec(
             *launch.tied(command),
             stdin=stdin,
@@ -64,17 +79,23 @@ async def start(
             env=dict(environment),
             start_new_session=True,
         )
+    except BaseException:  # a cancelled start must not leave open pipes either
+        for pipe in pipes:
+            pipe.close()
+        raise
     finally:
         os.close(out_write)
         os.close(err_write)
-    return Child(process, stdout, stderr)
+    stdout, stderr = readers
+    return Child(process, stdout, stderr, tuple(pipes))
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    pipe = os.fdopen(descriptor, "rb", buffering=0)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    return reader
+async def _reader(descriptor: int, limit: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    reader = asyncio.StreamReader(limit=limit)
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    loop = asyncio.get_running_loop()
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    return reader, pipe
 
 
 async def lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -106,6 +106,13 @@ class Limits(_Section):
     """Longest conversion, and longest load in Triton, of one model."""
 
 
+class ModelOptions(_Section):
+    """What upstream's file has no key for."""
+
+    max_batch_size: Annotated[int, Field(ge=0)] | None = None
+    """For a bare .onnx file with a symbolic first axis."""
+
+
 class ModelSettings(_Section):
     """One served model; ``name`` is also its folder's name below ``ml_backends_path``."""
 
@@ -115,7 +122,7 @@ class ModelSettings(_Section):
     """Calls running and waiting together; one more is refused at once."""
     backend: NonBlank | None = None
     signature: NonBlank = DEFAULT_SIGNATURE
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: ModelOptions = ModelOptions()
 
 
 class ServerSettings(_Section):
@@ -144,7 +151,7 @@ class ServerSettings(_Section):
         if not self.bind.is_loopback and not self.allow_insecure:
             raise ValueError(
                 f"bind_addr {self.bind_addr} is reachable from other machines without TLS or keys; "
-                "use 127.0.0.1, or accept that with allow_insecure: true"
+                "use 127.0.0.1, or accept that with server.allow_insecure: true in the settings file"
             )
         return self
 

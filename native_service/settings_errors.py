@@ -24,6 +24,7 @@ _RULES = {
     "model_type": "must be a mapping",
     "tuple_type": "must be a list",
     "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
 }
 # Where the value is absent or is a whole section, "got" would only repeat the file.
 _WITHOUT_GOT = {"missing", "extra_forbidden"}

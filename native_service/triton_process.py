@@ -34,6 +34,8 @@ _START_TRIES = 3
 _EXIT_TIMEOUT_S = 5
 _END_AFTER_ERROR_S = 0.3
 _STOP_GRACE_S = 10.0
+_HEALTH_TIMEOUT_S = 1.0
+_LAST_LINES_S = 0.5
 _STUB_TIMEOUT_S = 60
 _UNLIMITED: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", -1),
@@ -178,6 +180,21 @@ class TritonServer:
                 task.cancel()
             await asyncio.gather(answered, ended, return_exceptions=True)
 
+    async def is_ready(self) -> bool:
+        """Whether the server says within a second that it would serve every loaded model."""
+        if not self.is_running or self._channel is None:
+            return False
+        call = self._channel.unary_unary(
+            "/inference.GRPCInferenceService/ServerReady",
+            request_serializer=service_pb2.ServerReadyRequest.SerializeToString,
+            response_deserializer=service_pb2.ServerReadyResponse.FromString,
+        )
+        try:
+            answer = await call(service_pb2.ServerReadyRequest(), timeout=_HEALTH_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.ready)
+
     async def wait(self) -> str:
         """Wait for the process's end, which nobody asked for; the reason as a sentence."""
         if self._child is None:
@@ -197,11 +214,15 @@ class TritonServer:
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
+        # The last lines are there already, unless something that left the group holds the pipes for ever.
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
         for reader in self._readers:
-            # A model's own child may hold the pipes open for ever.
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
         self._readers = []
+        if self._child is not None:
+            self._child.close()
 
     async def _until_live(self) -> None:
         call = self.channel.unary_unary(
@@ -216,16 +237,15 @@ class TritonServer:
             # A refused connection puts gRPC into a back-off of a second; a plain connect does not.
             if await _is_open(self.addresses.grpc):
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    await call(service_pb2.ServerLiveRequest(), timeout=1.0)
+                    await call(service_pb2.ServerLiveRequest(), timeout=_HEALTH_TIMEOUT_S)
                     return
             await asyncio.sleep(_START_POLL_S)
         raise TritonUnavailable(f"tritonserver did not answer within {_START_TIMEOUT_S:g} s of its start")
 
     async def _death(self, when: str) -> str:
         """Why the process ended, as far as its last lines tell."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.gather(*self._readers, return_exceptions=True)
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
         code = None if self._child is None else self._child.process.returncode
         how = "stopped answering" if code is None else f"ended with code {code}"
         last = f": {self._log.complaints[-1]}" if self._log.complaints else ""

@@ -17,6 +17,8 @@ from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
 Array = np.ndarray[Any, Any]
 
+_MAX_REMEMBERED_SIZES = 256
+
 
 def padded_size(sizes: Sequence[int], rows: int) -> int:
     """The smallest of the ascending ``sizes`` that holds ``rows``; ``rows`` itself when any size runs.
@@ -49,15 +51,12 @@ class Staging:
         if len(requests) == 1 and rows[0] == size:
             return [np.ascontiguousarray(array) if array.ndim else array for array in requests[0]]
         batch = []
+        total = sum(rows)
         for index, tensor in enumerate(self._inputs):
             parts = [request[index] for request in requests]
-            row_shape = parts[0].shape[1:]
-            target = self._buffer(index, tensor, size, row_shape)
-            position = 0
-            for part, count in zip(parts, rows, strict=True):
-                target[position : position + count] = part
-                position += count
-            target[position:] = 0
+            target = self._buffer(index, tensor, size, parts[0].shape[1:])
+            np.concatenate(parts, out=target[:total])
+            target[total:] = 0
             batch.append(target)
         return batch
 
@@ -77,32 +76,44 @@ class Staging:
         return any(buffer is not None and np.may_share_memory(array, buffer) for buffer in self._buffers)
 
 
-def check_outputs(spec: ModelSpec, outputs: Sequence[Array], size: int) -> list[Array]:
-    """Compare a run of ``size`` rows with the spec, because Triton does not. Returns arrays in program shape.
+class OutputCheck:
+    """Compares a run's outputs with the spec, because Triton does not."""
 
-    A nereid folder may leave the batch axis out of a one-row output; it is put back here. Raises OutputError.
-    """
-    if len(outputs) != len(spec.outputs):
-        raise OutputError(f"model {spec.name!r} returned {len(outputs)} outputs, expected {len(spec.outputs)}")
-    checked = []
-    for tensor, array in zip(spec.outputs, outputs, strict=True):
-        if array.dtype != tensor.element.numpy:
-            raise OutputError(
-                f"model {spec.name!r} output {tensor.name!r} has dtype {array.dtype.name}, "
-                f"expected {tensor.element.numpy_name}"
-            )
-        expected = tensor.at_batch(size)
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._dtypes = [tensor.element.numpy for tensor in spec.outputs]
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
+
+    def __call__(self, outputs: Sequence[Array], size: int) -> list[Array]:
+        """The outputs of a run of ``size`` rows, in program shape. Raises OutputError.
+
+        A nereid folder may leave the batch axis out of a one-row output; it is put back here.
+        """
+        spec = self._spec
+        if len(outputs) != len(spec.outputs):
+            raise OutputError(f"model {spec.name!r} returned {len(outputs)} outputs, expected {len(spec.outputs)}")
+        if size not in self._shapes and len(self._shapes) < _MAX_REMEMBERED_SIZES:
+            self._shapes[size] = [tensor.at_batch(size) for tensor in spec.outputs]
+        shapes = self._shapes.get(size) or [tensor.at_batch(size) for tensor in spec.outputs]
+        return [
+            array if array.shape == shape and array.dtype == dtype else self._checked(tensor, array, dtype, shape, size)
+            for tensor, array, dtype, shape in zip(spec.outputs, outputs, self._dtypes, shapes, strict=True)
+        ]
+
+    def _checked(
+        self, tensor: TensorSpec, array: Array, dtype: np.dtype[Any], expected: tuple[int, ...], size: int
+    ) -> Array:
+        where = f"model {self._spec.name!r} output {tensor.name!r}"
+        if array.dtype != dtype:
+            raise OutputError(f"{where} has dtype {array.dtype.name}, expected {dtype.name}")
         shape = array.shape
-        if spec.batch_may_be_omitted and size == 1 and len(shape) == len(expected) - 1:
+        if self._spec.batch_may_be_omitted and size == 1 and len(shape) == len(expected) - 1:
             shape = (1, *shape)
         if len(shape) != len(expected) or any(
             want not in (VARIABLE, got) for want, got in zip(expected, shape, strict=True)
         ):
-            raise OutputError(
-                f"model {spec.name!r} output {tensor.name!r} has shape {list(array.shape)}, expected {list(expected)}"
-            )
-        checked.append(array.reshape(shape))
-    return checked
+            raise OutputError(f"{where} has shape {list(array.shape)}, expected {list(expected)}")
+        return array.reshape(shape)
 
 
 def split(outputs: Sequence[Array], rows: Sequence[int]) -> list[list[Array]]:

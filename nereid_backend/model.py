@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from nereid_backend.batching import Array, Staging, check_outputs, padded_size, split
+from nereid_backend.batching import Array, OutputCheck, Staging, padded_size, split
 from nereid_backend.engines import Engine, engine_class
 from nereid_backend.errors import InvalidArgument, NereidError
 from nereid_backend.spec import VARIABLE, ModelSpec
@@ -49,10 +49,12 @@ class TritonPythonModel:
         self._spec = spec
         self._sizes = spec.batch_sizes
         self._engine: Engine = engine_class(spec.engine).load(spec, directory)
-        self._access = TensorAccess(pb_utils)
+        self._check_outputs = OutputCheck(spec)
         self._staging = Staging(spec.inputs)
-        self._inputs = [(t, spec.is_scalar(t)) for t in spec.inputs]
-        self._outputs = [(t.name, spec.is_scalar(t)) for t in spec.outputs]
+        access = TensorAccess(pb_utils)
+        self._readers = [(access.reader(t), spec.is_scalar(t)) for t in spec.inputs]
+        self._writers = [(access.writer(t), spec.is_scalar(t)) for t in spec.outputs]
+        self._batched = [(i, t.batch_axis, t.name) for i, t in enumerate(spec.inputs) if t.batch_axis is not None]
         self._run_s = 0.0  # moving mean of one run's duration
         self._warm_up()
 
@@ -68,11 +70,11 @@ class TritonPythonModel:
                 start = time.perf_counter()
                 self._engine.run(zeros)
                 self._run_s = time.perf_counter() - start
-            except NereidError:
+            except Exception as error:
                 if self._sizes:
                     raise
                 # A model that takes any size may refuse zeros or ones where real input is fine.
-                pb_utils.Logger.log_warn(f"model {self._spec.name!r}: the warm-up run on zeros failed")
+                pb_utils.Logger.log_warn(f"model {self._spec.name!r}: the warm-up run on zeros failed: {error}")
 
     def execute(self, requests: list[Any]) -> list[Any]:
         responses: list[Any] = [None] * len(requests)
@@ -86,49 +88,42 @@ class TritonPythonModel:
                     responses[index] = _failure("the request was cancelled", "CANCELLED")
                     continue
                 arrays = self._read_inputs(request)
-                count = self._rows(arrays)
-            except NereidError as error:
+                rows.append(self._rows(arrays))
+            except Exception as error:  # noqa: BLE001 - one unreadable request must not fail its neighbours
                 responses[index] = self._report(request, error)
                 continue
             accepted.append(index)
             inputs.append(arrays)
-            rows.append(count)
-        if self._spec.max_batch_size == 0 or len(accepted) > 1 and not self._spec.coalesce:
-            groups = [[i] for i in range(len(accepted))]
-        else:
-            groups = [list(range(len(accepted)))] if accepted else []
-        for group in groups:
-            results = self._run_group([inputs[i] for i in group], [rows[i] for i in group])
-            for i, result in zip(group, results, strict=True):
-                index = accepted[i]
-                responses[index] = (
-                    self._report(requests[index], result)
-                    if isinstance(result, Exception)
-                    else pb_utils.InferenceResponse(self._write_outputs(result))
-                )
+        for index, result in zip(accepted, self._run_all(inputs, rows), strict=True):
+            responses[index] = (
+                self._report(requests[index], result)
+                if isinstance(result, Exception)
+                else pb_utils.InferenceResponse(self._write_outputs(result))
+            )
         return responses
 
     def finalize(self) -> None:
         self._engine.close()
 
-    def _run_group(self, inputs: list[list[Array]], rows: list[int]) -> Sequence[list[Array] | Exception]:
-        try:
-            return self._run(inputs, rows)
-        except MemoryError as error:
-            return [error] * len(rows)
-        except Exception as error:  # noqa: BLE001 - the process edge: whatever a model raises ends here
-            if len(rows) == 1:
-                return [error]
-        # One of them may be at fault (an index out of range, say): alone, only that one fails.
-        return [self._run_group([i], [r])[0] for i, r in zip(inputs, rows, strict=True)]
+    def _run_all(self, inputs: list[list[Array]], rows: list[int]) -> Sequence[list[Array] | Exception]:
+        """The outputs of each request, or why it has none."""
+        if len(rows) == 1 or (self._spec.coalesce and rows):
+            try:
+                return self._run(inputs, rows)
+            except Exception as error:  # noqa: BLE001 - the process edge: whatever a model raises ends here
+                if len(rows) == 1:
+                    return [error]
+        # Not to be coalesced; or one of them may be at fault (an index out of range, say): alone, only that one fails.
+        return [self._run_all([i], [r])[0] for i, r in zip(inputs, rows, strict=True)]
 
     def _run(self, inputs: list[list[Array]], rows: list[int]) -> list[list[Array]]:
         spec = self._spec
         if spec.max_batch_size == 0:
-            return [check_outputs(spec, self._timed_run(inputs[0]), rows[0])]
+            return [self._check_outputs(self._timed_run(inputs[0]), rows[0])]
         size = padded_size(self._sizes, sum(rows))
         batch = self._staging.gather(inputs, rows, size)
-        outputs = check_outputs(spec, self._timed_run(batch), size)
+        outputs = self._check_outputs(self._timed_run(batch), size)
+        # An identity model returns its input, which the next run overwrites.
         outputs = [output.copy() if self._staging.owns(output) else output for output in outputs]
         return split(outputs, rows)
 
@@ -139,38 +134,36 @@ class TritonPythonModel:
         return outputs
 
     def _read_inputs(self, request: Any) -> list[Array]:
+        # A scalar per request or per row travels as a dimension of 1: Triton has no rank 0.
         arrays = []
-        for tensor, scalar in self._inputs:
-            array = self._access.read(pb_utils.get_input_tensor_by_name(request, tensor.name), tensor)
+        for read, scalar in self._readers:
+            array = read(request)
             arrays.append(array.reshape(array.shape[:-1]) if scalar else array)
         return arrays
 
     def _rows(self, arrays: list[Array]) -> int:
-        """Rows of a request (1 when nothing is batched). Raises InvalidArgument."""
-        spec = self._spec
-        rows: int | None = None
-        for tensor, array in zip(spec.inputs, arrays, strict=True):
-            if tensor.batch_axis is None:
-                continue
-            count = array.shape[tensor.batch_axis]
-            if rows is not None and count != rows:
-                raise InvalidArgument(
-                    f"model {spec.name!r} input {tensor.name!r} has {count} rows, other inputs have {rows}"
-                )
-            rows = count
-        if rows is None:
+        """Rows of a request, 1 when nothing is batched. Raises InvalidArgument."""
+        if not self._batched:
             return 1
-        if spec.max_batch_size == 0 and self._sizes and rows not in self._sizes:
+        first, axis, _ = self._batched[0]
+        rows: int = arrays[first].shape[axis]
+        for index, axis, name in self._batched[1:]:
+            if arrays[index].shape[axis] != rows:
+                raise InvalidArgument(
+                    f"model {self._spec.name!r} input {name!r} has {arrays[index].shape[axis]} rows, other inputs have "
+                    f"{rows}"
+                )
+        if self._spec.max_batch_size == 0 and self._sizes and rows not in self._sizes:
             raise InvalidArgument(
-                f"model {spec.name!r} has no program for {rows} rows and its batches cannot be padded; "
+                f"model {self._spec.name!r} has no program for {rows} rows and its batches cannot be padded; "
                 f"send one of {list(self._sizes)}"
             )
         return rows
 
     def _write_outputs(self, arrays: list[Array]) -> list[Any]:
         return [
-            self._access.write(name, array[..., np.newaxis] if scalar else array)
-            for (name, scalar), array in zip(self._outputs, arrays, strict=True)
+            write(array[..., np.newaxis] if scalar else array)
+            for (write, scalar), array in zip(self._writers, arrays, strict=True)
         ]
 
     def _report(self, request: Any, error: Exception) -> Any:
@@ -185,7 +178,9 @@ class TritonPythonModel:
             return _failure(str(error), error.code)
         if isinstance(error, MemoryError):
             return _failure(f"model {name!r} ran out of memory; send less at once or try later", "UNAVAILABLE")
-        return _failure(f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL")
+        return _failure(
+            f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL"
+        )
 
 
 def _failure(message: str, code: str) -> Any:

@@ -90,12 +90,10 @@ def read(path: Path) -> TensorFile:
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(header.data_start)
-            _read_fully(file, memoryview(buffer), path.name)
+            _read_fully(file, buffer.data, path.name)
     except OSError as error:
         raise WeightsError(f"{path.name}: cannot be read ({error.strerror})") from None
-    tensors = {
-        name: buffer[e.start : e.end].view(e.dtype.numpy).reshape(e.shape) for name, e in header.entries.items()
-    }
+    tensors = {name: buffer[e.start : e.end].view(e.dtype.numpy).reshape(e.shape) for name, e in header.entries.items()}
     return TensorFile(tensors, header.metadata)
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nereid_backend import dtypes
 from nereid_backend.dtypes import DType
@@ -20,6 +20,8 @@ from nereid_backend.errors import SpecError
 FORMAT_VERSION = 1
 SPEC_FILE = "nereid.json"
 VARIABLE = -1
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class ModelSpec:
         except ValueError as error:
             raise SpecError(f"{SPEC_FILE} is not JSON ({error}); convert the bundle again") from None
         if not isinstance(raw, dict):
-            raise SpecError(f"{SPEC_FILE} must hold one JSON object, got {type(raw).__name__}; convert the bundle again")
+            raise SpecError(
+                f"{SPEC_FILE} must hold one JSON object, got {type(raw).__name__}; convert the bundle again"
+            )
         version = raw.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise SpecError(
@@ -159,8 +163,8 @@ def _tensor(raw: Mapping[str, Any]) -> TensorSpec:
     return tensor
 
 
-def _strict(cls: type[Any], raw: Mapping[str, Any]) -> Any:
-    unknown = set(raw) - {f.name for f in fields(cls)}
+def _strict(cls: type[_T], raw: Mapping[str, Any]) -> _T:
+    unknown = set(raw) - {f.name for f in fields(cls)}  # type: ignore[arg-type]
     if unknown:
         raise SpecError(f"{SPEC_FILE} has unknown keys {sorted(unknown)} in {cls.__name__}; convert the bundle again")
     return cls(**raw)

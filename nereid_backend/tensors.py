@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,11 @@ _exported: dict[int, tuple[Any, ...]] = {}
 _keys = itertools.count(1)
 
 
-@_Deleter
-def _release(managed: Any) -> None:
+def _drop(managed: Any) -> None:
     _exported.pop(managed.contents.manager_ctx, None)
+
+
+_release = _Deleter(_drop)
 
 
 class Capsule:
@@ -116,24 +119,37 @@ def _read_bf16(tensor: Any, dtype: np.dtype[Any]) -> Array:
 
 
 class TensorAccess:
-    """Reads and makes ``pb_utils`` tensors on this interpreter's numpy."""
+    """Makes the functions that read and write one tensor each, chosen once for this interpreter's numpy."""
 
     def __init__(self, pb_utils: Any, numpy_version: str = np.__version__) -> None:
         self._tensor = pb_utils.Tensor
+        self._get_input = pb_utils.get_input_tensor_by_name
         self._dlpack = int(numpy_version.partition(".")[0]) >= 2
 
-    def read(self, tensor: Any, spec: TensorSpec) -> Array:
-        """The array behind an input tensor; a view of Triton's shared memory except for BF16."""
-        if spec.dtype == "bf16":
-            return _read_bf16(tensor, spec.element.numpy)
-        array: Array = np.from_dlpack(tensor) if self._dlpack else tensor.as_numpy()
-        return array
+    def reader(self, spec: TensorSpec) -> Callable[[Any], Array]:
+        """A function from a request to the array of input ``spec``.
 
-    def write(self, name: str, array: Array) -> Any:
-        """An output tensor. Strided arrays are made contiguous first: Triton ignores strides."""
-        array = np.ascontiguousarray(array)
-        if array.dtype.name == "bfloat16" or (self._dlpack and not array.flags.writeable):
-            return self._tensor.from_dlpack(name, Capsule(array))
+        The array is a view of Triton's shared memory, valid until the response is sent; BF16 is a copy.
+        """
+        get_input, name = self._get_input, spec.name
+        if spec.dtype == "bf16":
+            bfloat16 = spec.element.numpy
+            return lambda request: _read_bf16(get_input(request, name), bfloat16)
         if self._dlpack:
-            return self._tensor.from_dlpack(name, array)
-        return self._tensor(name, array)
+            return lambda request: np.from_dlpack(get_input(request, name))
+        return lambda request: get_input(request, name).as_numpy()
+
+    def writer(self, spec: TensorSpec) -> Callable[[Array], Any]:
+        """A function from an array to the output tensor ``spec``; strided arrays arrive exact."""
+        tensor, name = self._tensor, spec.name
+        if spec.dtype == "bf16":
+            return lambda array: tensor.from_dlpack(name, Capsule(np.ascontiguousarray(array)))
+        if self._dlpack:
+            return lambda array: tensor.from_dlpack(name, _exportable(array))
+        return lambda array: tensor(name, array)
+
+
+def _exportable(array: Array) -> Any:
+    """``array`` as a DLPack producer Triton reads right: contiguous, because it ignores strides."""
+    array = np.ascontiguousarray(array)
+    return array if array.flags.writeable else Capsule(array)

@@ -44,11 +44,13 @@ def open_session(path: Path, device: str = "cpu", threads: int | None = None) ->
     try:
         session = ort.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # onnxruntime raises a dozen unrelated classes of its own here
-        if type(error).__module__.partition(".")[0] != "onnxruntime" and not isinstance(error, RuntimeError | ValueError):
+        if type(error).__module__.partition(".")[0] != "onnxruntime" and not isinstance(
+            error, RuntimeError | ValueError
+        ):
             raise
         raise SignatureError(
-            f"{path.name}: ONNX Runtime {ort.__version__} cannot load it ({_message(error)}); check the file, its opset "
-            "and its external data"
+            f"{path.name}: ONNX Runtime {ort.__version__} cannot load it ({_message(error)}); check the file, its "
+            "opset and its external data"
         ) from error
     # onnxruntime falls back to the CPU with only a warning when a provider cannot start.
     session.disable_fallback()

@@ -1,0 +1,48 @@
+# make install | demo | serve | test | lint | bench. Everything lives in .venv; PYTHON picks the interpreter.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+
+SOURCES := nereid_backend converters native_service tests
+
+.PHONY: install demo serve test lint bench clean
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.demo
+	$(BIN)/python tests/demo/run.py
+
+serve: $(VENV)/.demo
+	$(BIN)/python tests/demo/run.py --serve
+
+test: $(VENV)/.test
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.test
+	$(BIN)/python tests/bench/overhead.py
+
+clean:
+	rm -rf $(VENV) bundles
+
+$(VENV)/.venv:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "nereid needs CPython 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
+	$(PIP) --editable '.[jax,onnx,serve]'
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.installed
+	$(PIP) --editable '.[jax,onnx,serve,demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) --editable '.[jax,torch,onnx,serve,demo,dev]'
+	touch $@

@@ -1,0 +1,118 @@
+"""The command ``nereid``. A subcommand's code is imported when that subcommand is used.
+
+Exit codes: 0 done or stopped by a signal, 1 an error that is told in one line each, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nereid_backend.errors import NereidError
+
+# name -> (module, the click command in it, the one line of `nereid --help`)
+_ELSEWHERE = {
+    "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+}
+
+
+class _LateGroup(click.Group):
+    """Knows the names of commands that live in other packages, and imports one when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_ELSEWHERE})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, attribute, _ = _ELSEWHERE[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        # click's own would import every command for its help line.
+        own = {name: command.get_short_help_str() for name, command in self.commands.items()}
+        rows = {**own, **{name: line for name, (_, _, line) in _ELSEWHERE.items()}}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows.items()))
+
+
+@click.group(cls=_LateGroup)
+@click.version_option(package_name="nereid-triton", prog_name="nereid")
+def nereid() -> None:
+    """Package machine-learning models for NVIDIA Triton and serve them."""
+
+
+@nereid.command()
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file (default: ./nereid.yaml).")
+@click.option("--tritonserver", type=click.Path(path_type=Path), help="Server to run (default: found or fetched).")
+@click.option("--bind", metavar="IP:PORT", help="Address of the service (default: 127.0.0.1:50051).")
+@click.option("--http", metavar="IP:PORT", help="Address of health and metrics over HTTP (default: off).")
+@click.option("--state", type=click.Path(path_type=Path), help="Write addresses and pid here, as JSON, once ready.")
+@click.option("--verbose", is_flag=True, help="Log what Triton logs, too.")
+def serve(
+    path: Path | None,
+    config: Path | None,
+    tritonserver: Path | None,
+    bind: str | None,
+    http: str | None,
+    state: Path | None,
+    verbose: bool,
+) -> None:
+    """Serve the bundles in the folder PATH, or what a settings file lists.
+
+    Bundles may hold code of their own: serve only what you would run.
+    """
+    if path is not None and config is not None:
+        raise click.UsageError("PATH and --config exclude each other")
+    # From here on a signal means "stop", also while the libraries below are being imported.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    import asyncio
+
+    try:
+        from native_service import settings, supervisor
+    except ModuleNotFoundError as error:
+        raise NereidError(f"serving needs {error.name}; pip install 'nereid-triton[serve]'") from None
+
+    _log_to_stderr(verbose)
+    if path is not None:
+        chosen = settings.for_folder(path, bind=bind or settings.DEFAULT_BIND, http=http)
+    else:
+        chosen = settings.with_addresses(settings.load(config or Path(settings.DEFAULT_FILE)), bind, http)
+    sys.exit(asyncio.run(supervisor.serve(chosen, tritonserver=tritonserver, state_file=state, announce=_announce)))
+
+
+def _leave(_number: int, _frame: Any) -> None:
+    raise SystemExit(0)
+
+
+def _announce(text: str) -> None:
+    click.echo(text)
+    sys.stdout.flush()
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("nereid").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        nereid(prog_name="nereid")
+    except NereidError as error:
+        for line in str(error).splitlines():
+            click.echo(f"error: {line}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Converts bundles in a child process, so that no reader's library (or crash) is ever inside the supervisor.
+
+The child reads one JSON request per line and answers each with one JSON line. It ends when its input does. A child
+that crashes fails the request it was working on; the next request gets a new child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from native_service import processes
+from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
+from nereid_backend.errors import BundleError, NereidError
+from nereid_backend.spec import ModelSpec
+
+_LOG = logging.getLogger("nereid.convert")
+
+# A specification names every weight of its model.
+_LONGEST_ANSWER = 64 * 1024 * 1024
+_LAST_LINES_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on disk and what the settings say about it."""
+
+    path: Path
+    settings: ModelSettings
+
+
+class Converter:
+    """The child process, started when first needed. One request at a time."""
+
+    def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
+        """``environment`` is added to this process's own; ``timeout_s`` bounds each request."""
+        self._environment = {**os.environ, **environment}
+        self._timeout_s = timeout_s
+        self._child: processes.Child | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    async def sources(self, settings: Settings) -> list[Source]:
+        """Every model the settings name, or every one in the folder when they name none.
+
+        Raises BundleError with one line per model that is not there.
+        """
+        folder = settings.server.folder
+        if settings.models:
+            return await self._named(folder, settings)
+        found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
+        if not found:
+            raise BundleError(f"{folder} holds no bundle, nereid folder or .onnx file")
+        models: dict[str, Source] = {}
+        for name, path in found:
+            if name in models:
+                raise BundleError(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+            settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
+            models[name] = Source(Path(path), settings_of_model)
+        return list(models.values())
+
+    async def convert(self, source: Source, repository: Path) -> ModelSpec:
+        """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError."""
+        model = source.settings
+        answer = await self._ask(
+            {
+                "do": "convert",
+                "path": str(source.path),
+                "repository": str(repository),
+                "name": model.name,
+                "device": model.device,
+                "backend": model.backend,
+                "max_batch_size": model.options.max_batch_size,
+            }
+        )
+        return ModelSpec.from_json(answer["spec"])
+
+    async def _named(self, folder: Path, settings: Settings) -> list[Source]:
+        sources, missing = [], []
+        for model in settings.models:
+            candidates = (folder / model.name, folder / f"{model.name}.onnx")
+            path = next((candidate for candidate in candidates if candidate.exists()), None)
+            if path is None:
+                missing.append(f"model {model.name!r}: neither {candidates[0]} nor {candidates[1].name} is there")
+            else:
+                sources.append(Source(path, model))
+        if missing:
+            raise BundleError("\n".join(missing))
+        return sources
+
+    async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        child = await self._running()
+        if child.process.stdin is None:
+            raise BundleError("the converter has no input")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                child.process.stdin.write(json.dumps(request).encode() + b"\n")
+                line = await child.stdout.readline()
+        except TimeoutError:
+            await self._end()
+            raise BundleError(f"conversion took longer than {self._timeout_s:g} s") from None
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            code = await child.stop(grace_s=0)
+            await self._end()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise BundleError(f"the converter ended unexpectedly ({how}); its last words are in the log above")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BundleError(answer["error"])
+        return answer
+
+    async def _running(self) -> processes.Child:
+        if self._child is None:
+            # -P: a folder of bundles may hold a numpy.py, and people start `serve` in such folders.
+            command = [sys.executable, "-P", "-m", "native_service.conversion"]
+            self._child = await processes.start(
+                command, self._environment, stdin=asyncio.subprocess.PIPE, longest_line=_LONGEST_ANSWER
+            )
+            self._drain = asyncio.create_task(_log(self._child.stderr))
+        return self._child
+
+    async def _end(self) -> None:
+        child, drain = self._child, self._drain
+        self._child = self._drain = None
+        if child is not None:
+            await child.stop(grace_s=0)
+        if drain is not None:
+            await asyncio.wait((drain,), timeout=_LAST_LINES_S)
+            drain.cancel()
+            await asyncio.gather(drain, return_exceptions=True)
+        if child is not None:
+            child.close()
+
+
+async def _log(stream: asyncio.StreamReader) -> None:
+    async for line in processes.lines(stream):
+        _LOG.info("%s", line)
+
+
+def _find(request: Mapping[str, Any]) -> dict[str, Any]:
+    from converters.convert import model_name
+    from converters.discover import find
+
+    return {"found": [(model_name(path), str(path)) for path in find(Path(request["path"]))]}
+
+
+def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
+    from converters.convert import check_device, convert
+
+    prepared = convert(
+        Path(request["path"]),
+        Path(request["repository"]),
+        name=request["name"],
+        device=request["device"],
+        backend=request["backend"],
+        max_batch_size=request["max_batch_size"],
+        link=True,
+    )
+    check_device(prepared.spec)
+    return {"spec": prepared.spec.to_json()}
+
+
+def _answer_requests(requests: TextIO, answers: TextIO) -> None:
+    """The child's loop: one request a line, one answer a line."""
+    work = {"find": _find, "convert": _convert}
+    for line in requests:
+        request = json.loads(line)
+        try:
+            answer = work[request["do"]](request)
+        except NereidError as error:
+            answer = {"error": str(error)}
+        except Exception as error:  # the edge of this process: the parent fails this one model
+            logging.getLogger("nereid.convert").exception("conversion of %s failed", request.get("path"))
+            answer = {"error": f"{type(error).__name__}: {error} (a bug in the converter; see the log above)"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as private:
+        # Libraries print to stdout; only answers may go to the parent.
+        os.dup2(2, 1)
+        _answer_requests(sys.stdin, private)

@@ -1,0 +1,218 @@
+"""``nereid serve``: converts, starts Triton, loads, opens the native address, and ends everything in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from native_service import cache, embedded_triton, preflight
+from native_service.conversion import Converter, Source
+from native_service.http_endpoints import HttpEndpoints
+from native_service.nereid_grpc import NativeServer, NereidService, ServedModel
+from native_service.permits import Permits
+from native_service.run_directory import RunDirectory
+from native_service.settings import Address, Settings
+from native_service.triton_process import TritonServer
+from nereid_backend.errors import BundleError, ModelLoadError, NereidError, SettingsError
+from nereid_backend.spec import ModelSpec
+
+_LOG = logging.getLogger("nereid.serve")
+
+_DRAIN_S = 10.0
+T = TypeVar("T")
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a running service listens; ``http`` is None when it is off."""
+
+    native: Address
+    http: Address | None
+    triton_grpc: str
+    triton_http: str
+    triton_metrics: str
+    models: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """The text of the state file."""
+        state = {
+            "pid": os.getpid(),
+            "native": str(self.native),
+            "triton_grpc": self.triton_grpc,
+            "triton_http": self.triton_http,
+            "triton_metrics": self.triton_metrics,
+            "http": None if self.http is None else str(self.http),
+            "models": list(self.models),
+        }
+        return json.dumps(state, indent=2) + "\n"
+
+
+async def serve(
+    settings: Settings,
+    *,
+    tritonserver: Path | None = None,
+    state_file: Path | None = None,
+    announce: Callable[[str], None] = print,
+) -> int:
+    """Serve until SIGTERM or SIGINT (0) or until Triton ends by itself (1). Raises NereidError for a failed start.
+
+    On every way out nothing is left: no process, no shared memory, no run directory, no state file.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with contextlib.AsyncExitStack() as ending:
+            running = await _unless(stop, _start(settings, tritonserver, ending))
+            if running is None:
+                _LOG.info("stopped before it was ready")
+                return 0
+            endpoints, triton = running
+            if state_file is not None:
+                ending.callback(state_file.unlink, missing_ok=True)
+                _write_atomically(state_file, endpoints.to_json())
+            announce(_greeting(endpoints))
+            reason = await _unless(stop, triton.wait())
+            if reason is None:
+                _LOG.info("stopping")
+                return 0
+            _LOG.error("%s; stopping", reason)
+            # Its stubs hold the sockets of calls in progress: with them gone the clients learn of it.
+            await triton.stop()
+            return 1
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _start(
+    settings: Settings, tritonserver: Path | None, ending: contextlib.AsyncExitStack
+) -> tuple[Endpoints, TritonServer]:
+    """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
+    server = settings.server
+    for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
+        if address is not None:
+            _check_free(key, address)
+    install = await embedded_triton.find(tritonserver)
+    preflight.check(install)
+    run = RunDirectory.open(cache.cache_folder())
+    ending.callback(run.close)
+    async with Converter(run.environment, server.limits.load_timeout_s) as converter:
+        sources = await converter.sources(settings)
+        specs = await _convert_all(converter, sources, run.repository)
+    triton = TritonServer(
+        install, run.repository, shared_memory_prefix=run.shared_memory_prefix, environment=run.environment
+    )
+    ending.push_async_callback(triton.stop)
+    await triton.start()
+    await _load_all(triton, specs, server.limits.load_timeout_s)
+    names = tuple(spec.name for spec in specs)
+    http = None
+    if server.http is not None:
+        endpoints = HttpEndpoints(
+            server.http, models=names, is_ready=triton.is_ready, metrics=triton.addresses.metrics
+        )
+        http = await endpoints.start()
+        ending.push_async_callback(endpoints.stop)
+    models = [
+        ServedModel(spec, Permits(source.settings.queue_capacity))
+        for spec, source in zip(specs, sources, strict=True)
+    ]
+    service = NereidService(models, triton.channel, server.limits)
+    native = NativeServer(service, names, server.bind, server.limits)
+    ending.push_async_callback(native.stop, _DRAIN_S)
+    bound = await native.start()
+    await native.set_serving(True)
+    where = triton.addresses
+    return Endpoints(bound, http, where.grpc, where.http, where.metrics, names), triton
+
+
+async def _convert_all(converter: Converter, sources: Sequence[Source], repository: Path) -> list[ModelSpec]:
+    """The specification of every source. Raises BundleError with one line per model that failed."""
+    specs, problems = [], []
+    for source in sources:
+        try:
+            specs.append(await converter.convert(source, repository))
+        except NereidError as error:
+            problems.append(f"model {source.settings.name!r}: {error}")
+        else:
+            _LOG.info("converted %s", source.settings.name)
+    if problems:
+        raise BundleError("\n".join(problems))
+    return specs
+
+
+async def _load_all(triton: TritonServer, specs: Sequence[ModelSpec], timeout_s: float) -> None:
+    """Load every model. Raises ModelLoadError with one line per model that failed."""
+    problems = []
+    for spec in specs:
+        try:
+            await triton.load(spec.name, timeout_s)
+        except ModelLoadError as error:
+            problems.append(str(error))
+            if not triton.is_running:
+                break  # a load that hung took the server with it; the others could not be tried
+        else:
+            _LOG.info("loaded %s (%s on %s)", spec.name, spec.engine, spec.device)
+    if problems:
+        raise ModelLoadError("\n".join(problems))
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``; None when ``stop`` came first, and then ``work`` has been cancelled and is over."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return None
+        return await task
+    finally:
+        stopped.cancel()
+        task.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def _check_free(key: str, address: Address) -> None:
+    """Find a taken port before minutes of converting and loading. Raises SettingsError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+            probe.listen(1)
+        except OSError as error:
+            raise SettingsError(f"server.{key} {address} cannot be bound ({error.strerror})") from None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise SettingsError(f"--state {path} cannot be written ({error.strerror})") from None
+
+
+def _greeting(endpoints: Endpoints) -> str:
+    http = "" if endpoints.http is None else f", health and metrics on http://{endpoints.http}"
+    return (
+        f"nereid is ready on {endpoints.native} with {', '.join(endpoints.models)}"
+        f" (KServe v2: grpc {endpoints.triton_grpc}, http {endpoints.triton_http}{http})"
+    )

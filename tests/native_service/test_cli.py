@@ -1,0 +1,57 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from native_service import cli
+
+
+def nereid(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "native_service.cli", *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_help_names_every_command_and_imports_none(tmp_path: Path) -> None:
+    code = (
+        "import sys; from native_service import cli\n"
+        "try: cli.nereid(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'grpc', 'converters', 'aiohttp', 'pydantic', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "convert" in done.stdout
+    assert "serve" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_missing_settings_file_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    done = nereid("serve", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: nereid.yaml: cannot be read (No such file or directory);"
+        " name a file with --config, or a folder of bundles\n"
+    )
+
+
+def test_wrong_usage_exits_2() -> None:
+    runner = CliRunner()
+    assert runner.invoke(cli.nereid, ["serve", "x", "--config", "y"]).exit_code == 2
+    assert runner.invoke(cli.nereid, ["nonsense"]).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["bind_addr", "http_addr"])
+def test_a_port_somebody_has_stops_the_start_before_any_work(tmp_path: Path, name: str) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = {"bind_addr": ["--bind", address], "http_addr": ["--bind", "127.0.0.1:0", "--http", address]}
+        done = nereid("serve", str(tmp_path), *options[name], cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        1, f"error: server.{name} {address} cannot be bound (Address already in use)\n",
+    )  # fmt: skip

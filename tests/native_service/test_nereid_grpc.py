@@ -1,0 +1,323 @@
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from native_service.nereid_grpc import NativeServer, NereidService
+from native_service.proto import inference_pb2 as pb
+from native_service.settings import Limits
+from nereid_backend.errors import SettingsError
+from nereid_backend.spec import ModelSpec
+
+Serving = Callable[..., Any]
+Spec = Callable[..., ModelSpec]
+R16 = np.arange(16, dtype="<f4")
+
+
+def checkpoint(channel: Any, messages: Sequence[pb.CheckpointRequest], timeout: float | None = 10) -> Any:
+    call = channel.stream_stream(
+        "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+    )
+    return call(iter(messages), timeout=timeout)
+
+
+async def responses(channel: Any, messages: Sequence[pb.CheckpointRequest]) -> list[pb.CheckpointResponse]:
+    return [response async for response in checkpoint(channel, messages)]
+
+
+def request(shape: Sequence[int], values: np.ndarray, name: str = "adder") -> list[pb.CheckpointRequest]:
+    return [
+        pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=name)),
+        pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=values.tobytes(), end_of_tensor=True)),
+    ]
+
+
+async def refusal(channel: Any, messages: Sequence[pb.CheckpointRequest]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await responses(channel, messages)
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_run_answers_with_a_text_the_output_and_the_end(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            text, output, end = await responses(service.channel, request([1, 16], R16))
+            assert text == pb.CheckpointResponse(chunk="inference completed for model 'adder'")
+            assert output == pb.CheckpointResponse(
+                output_chunk=pb.TensorChunk(
+                    tensor_name="output", shape=[1, 16], data=(R16 + 1).tobytes(), end_of_tensor=True
+                )
+            )
+            assert end == pb.CheckpointResponse(done=True, exit_code=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_bare_row_runs_as_a_batch_of_one(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            await responses(service.channel, request([16], R16))
+            [seen] = service.triton.requests
+            assert (seen.inputs[0].name, seen.inputs[0].datatype, list(seen.inputs[0].shape)) == (
+                "input", "FP32", [1, 16],
+            )  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_large_tensors_and_several_outputs_come_in_order(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        model = spec(dims=(100_000,), outputs=2)
+        async with serving(model) as service:
+            service.triton.outputs = ("output0", "output1")
+            values = np.arange(100_000, dtype="<f4")
+            data = values.tobytes()
+            messages = [pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name="adder"))]
+            messages += [
+                pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[100_000], data=data[start : start + 50_000]))
+                for start in range(0, len(data), 50_000)
+            ]
+            answer = await responses(service.channel, messages)
+            chunks = [r.output_chunk for r in answer if r.HasField("output_chunk")]
+            assert [(c.tensor_name, c.chunk_index) for c in chunks] == [
+                (name, index) for name in ("output0", "output1") for index in range(7)
+            ]
+            for offset, name in enumerate(("output0", "output1")):
+                joined = b"".join(c.data for c in chunks if c.tensor_name == name)
+                assert joined == (values + 1 + offset).tobytes()
+
+    asyncio.run(scenario())
+
+
+def test_health_check_and_the_list_of_models(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec("zebra"), spec("ant")) as service:
+            health = service.channel.unary_unary(
+                "/inference.Nereid/HealthCheck", pb.HealthCheckRequest.SerializeToString,
+                pb.HealthCheckResponse.FromString,
+            )  # fmt: skip
+            view = service.channel.unary_unary(
+                "/inference.Nereid/ViewModels", pb.ViewModelsRequest.SerializeToString,
+                pb.ViewModelsResponse.FromString,
+            )  # fmt: skip
+            assert (await health(pb.HealthCheckRequest())).status == "ok"
+            assert list((await view(pb.ViewModelsRequest())).model_names) == ["zebra", "ant"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        (request([1, 16], R16, name="nope"), grpc.StatusCode.NOT_FOUND),
+        (request([1, 16], R16)[1:], grpc.StatusCode.INVALID_ARGUMENT),
+        ([], grpc.StatusCode.INVALID_ARGUMENT),
+        (request([1, 15], R16[:15]), grpc.StatusCode.INVALID_ARGUMENT),
+        (request([1, 1, 16], R16), grpc.StatusCode.INVALID_ARGUMENT),
+        (request([11, 16], np.zeros(176, "<f4")), grpc.StatusCode.INVALID_ARGUMENT),
+        (request([1, 16], R16[:15]), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_a_bad_request_never_reaches_triton(
+    serving: Serving, spec: Spec, messages: list[pb.CheckpointRequest], code: grpc.StatusCode
+) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            assert (await refusal(service.channel, messages))[0] is code
+            assert service.triton.requests == []
+
+    asyncio.run(scenario())
+
+
+def test_a_message_over_the_limit_is_refused(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(dims=(1000,)), limits=Limits(max_message_bytes=1000)) as service:
+            code, _ = await refusal(service.channel, request([1000], np.zeros(1000, "<f4")))
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert service.triton.requests == []
+            assert await responses(service.channel, request([1000], np.zeros(1000, "<f4"))[:1] + [
+                pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[1000], data=bytes(400))) for _ in range(10)
+            ])  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_nothing_runs_before_the_client_has_closed_its_side(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(), capacity=1) as service:
+            call = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString,
+                pb.CheckpointResponse.FromString,
+            )()  # fmt: skip
+            for message in request([1, 16], R16):
+                await call.write(message)
+            await asyncio.sleep(0.1)
+            assert service.triton.requests == []
+            # A slow upload holds no permit: another call runs meanwhile.
+            assert (await responses(service.channel, request([1, 16], R16)))[-1].done
+            await call.done_writing()
+            assert [r async for r in call][-1].done
+
+    asyncio.run(scenario())
+
+
+def test_a_model_without_input_runs_after_the_metadata(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(inputs=0)) as service:
+            answer = await responses(service.channel, request([1], R16)[:1])
+            assert answer[-1].done
+            [seen] = service.triton.requests
+            assert len(seen.inputs) == len(seen.raw_input_contents) == 0
+
+    asyncio.run(scenario())
+
+
+def test_triton_s_error_passes_through_and_the_permit_comes_back(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            service.triton.behave = service.triton.fail(grpc.StatusCode.FAILED_PRECONDITION, "no such luck")
+            assert await refusal(service.channel, request([16], R16)) == (
+                grpc.StatusCode.FAILED_PRECONDITION, "no such luck",
+            )  # fmt: skip
+            assert service.models["adder"].permits.in_use == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_without_a_declared_output_is_an_internal_error(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            service.triton.outputs = ("other",)
+            code, text = await refusal(service.channel, request([16], R16))
+            assert (code, "without its outputs ['output']" in text) == (grpc.StatusCode.INTERNAL, True)
+
+    asyncio.run(scenario())
+
+
+def test_a_call_without_a_permit_is_refused_at_once(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(), spec("other"), capacity=1) as service:
+            service.triton.behave = service.triton.never
+            running = checkpoint(service.channel, request([16], R16), timeout=None)
+            await asyncio.wait_for(service.triton.entered.wait(), 5)
+            assert await refusal(service.channel, request([16], R16)) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "model queue full, retry later",
+            )  # fmt: skip
+            service.triton.behave = None
+            assert (await responses(service.channel, request([16], R16, name="other")))[-1].done
+            running.cancel()
+            await until(lambda: service.models["adder"].permits.in_use == 0)
+            assert (await responses(service.channel, request([16], R16)))[-1].done
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_goes_cancels_the_call_to_triton(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            service.triton.behave = service.triton.never
+            running = checkpoint(service.channel, request([16], R16), timeout=None)
+            await asyncio.wait_for(service.triton.entered.wait(), 5)
+            running.cancel()
+            await until(lambda: service.triton.cancelled == 1)
+            await until(lambda: service.models["adder"].permits.in_use == 0)
+
+    asyncio.run(scenario())
+
+
+def test_the_client_s_deadline_is_handed_on(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            [_ async for _ in checkpoint(service.channel, request([16], R16), timeout=5)]
+            [_ async for _ in checkpoint(service.channel, request([16], R16), timeout=None)]
+            bounded, unbounded = service.triton.deadlines
+            assert bounded is not None
+            assert 4 < bounded < 5.5  # gRPC rounds up
+            assert unbounded is None or unbounded > 1e6
+
+    asyncio.run(scenario())
+
+
+def test_a_call_without_time_left_is_not_handed_on(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            call = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString,
+                pb.CheckpointResponse.FromString,
+            )(timeout=0.3)  # fmt: skip
+            for message in request([16], R16):
+                await call.write(message)
+            await asyncio.sleep(0.295)
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                await call.done_writing()
+                [_ async for _ in call]
+            assert call.done()
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert service.triton.requests == []
+            assert service.models["adder"].permits.in_use == 0
+
+    asyncio.run(scenario())
+
+
+def test_stopping_lets_a_running_call_finish(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            finish = asyncio.Event()
+            add_one = service.triton._add_one
+
+            async def slow(request: Any, context: Any) -> Any:
+                await finish.wait()
+                return await add_one(request, context)
+
+            service.triton.behave = slow
+            running = asyncio.create_task(responses(service.channel, request([16], R16)))
+            await asyncio.wait_for(service.triton.entered.wait(), 5)
+            stopping = asyncio.create_task(service.native.stop(5))
+            await asyncio.sleep(0.1)
+            assert (await refusal(service.channel, request([16], R16)))[0] is grpc.StatusCode.UNAVAILABLE
+            finish.set()
+            assert (await running)[-1].done
+            await asyncio.wait_for(stopping, 5)
+
+    asyncio.run(scenario())
+
+
+def test_health_follows_serving(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            stub = health_pb2_grpc.HealthStub(service.channel)
+
+            async def status(name: str) -> int:
+                return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+            names = ("", "inference.Nereid", "adder")
+            assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.SERVING] * 3
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await status("nope")
+            assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+            await service.native.set_serving(False)
+            assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
+
+    asyncio.run(scenario())
+
+
+def test_a_port_somebody_has_is_one_message(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            limits = Limits()
+            second = NativeServer(NereidService([], service.channel, limits), [], service.address, limits)
+            with pytest.raises(SettingsError, match=r"server.bind_addr 127.0.0.1:\d+ cannot be bound"):
+                await second.start()
+            await second.stop(0)
+
+    asyncio.run(scenario())

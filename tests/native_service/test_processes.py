@@ -1,0 +1,92 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from native_service import processes
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until_dead(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+def test_a_child_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"""
+import asyncio, os, pathlib
+from native_service import processes
+async def main():
+    child = await processes.start(["sleep", "60"], os.environ)
+    pathlib.Path({str(note)!r}).write_text(str(child.process.pid))
+    await child.process.wait()
+asyncio.run(main())
+"""])  # fmt: skip
+    deadline = time.monotonic() + 10
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pid = int(note.read_text())
+    while b"sleep" not in (Path("/proc") / str(pid) / "cmdline").read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    assert until_dead(pid)
+
+
+def test_the_end_of_a_child_is_seen_while_a_grandchild_holds_its_pipes() -> None:
+    async def scenario() -> None:
+        child = await processes.start(["sh", "-c", "sleep 60 & echo $!; exit 3"], os.environ)
+        grandchild = int(await child.stdout.readline())
+        assert await asyncio.wait_for(child.process.wait(), 5) == 3
+        assert is_alive(grandchild)
+        await child.stop(grace_s=0)
+        assert until_dead(grandchild)
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace() -> None:
+    async def scenario() -> None:
+        child = await processes.start(["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"], os.environ)
+        await child.stdout.readline()
+        started = time.monotonic()
+        assert await child.stop(grace_s=0.3) == -signal.SIGKILL
+        assert 0.3 <= time.monotonic() - started < 3
+
+    asyncio.run(scenario())
+
+
+def test_a_program_that_is_not_there_ends_with_127() -> None:
+    async def scenario() -> None:
+        child = await processes.start(["/nonexistent/program"], os.environ)
+        assert await child.process.wait() == 127
+        assert b"cannot start /nonexistent/program: No such file" in await child.stderr.read()
+
+    asyncio.run(scenario())
+
+
+def test_lines_are_split_and_endless_ones_cut() -> None:
+    async def scenario() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"one\r\n\ntwo\xff\n" + b"x" * 100_000)
+        reader.feed_data(b"\nlast")
+        reader.feed_eof()
+        got = [line async for line in processes.lines(reader)]
+        assert got[:3] == ["one", "", "two\ufffd"]
+        assert "".join(got[3:-1]) == "x" * 100_000
+        assert got[-1] == "last"
+
+    asyncio.run(scenario())

@@ -1,0 +1,110 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from native_service import run_directory
+from native_service.run_directory import RunDirectory
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(run_directory, "_SHARED_MEMORY", folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    return folder
+
+
+def abandon(cache: Path) -> tuple[Path, str]:
+    """A run whose supervisor was killed: its folder and its prefix."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from native_service.run_directory import RunDirectory
+run = RunDirectory.open(Path({str(cache)!r}))
+print(run.path, run.shared_memory_prefix, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    path, prefix = done.stdout.split()
+    return Path(path), prefix
+
+
+def test_a_run_has_a_private_folder_with_a_repository_and_marks(cache: Path, shared_memory: Path) -> None:
+    run = RunDirectory.open(cache)
+    assert run.path.parent == cache / "run"
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert run.repository.is_dir()
+    assert run.environment == {"NEREID_RUN": str(run.path)}
+    assert run.shared_memory_prefix.startswith("nereid-")
+    assert f"-{os.getpid()}-" in run.shared_memory_prefix
+    run.close()
+    run.close()
+    assert list((cache / "run").iterdir()) == []
+
+
+def test_closing_removes_our_regions_and_kills_our_processes_only(cache: Path, shared_memory: Path) -> None:
+    run = RunDirectory.open(cache)
+    ours = shared_memory / f"{run.shared_memory_prefix}1234"
+    foreign = shared_memory / "triton_python_backend_shm_region_1"
+    for region in (ours, foreign):
+        region.touch()
+    marked = subprocess.Popen(["sleep", "60"], env={**os.environ, **run.environment})
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, "NEREID_RUN": f"{run.path}x"})
+    try:
+        run.close()
+        assert marked.wait(5) == -9
+        assert other.poll() is None
+        assert (ours.exists(), foreign.exists()) == (False, True)
+    finally:
+        for process in (marked, other):
+            process.kill()
+            process.wait()
+
+
+def test_the_next_start_clears_a_killed_run(cache: Path, shared_memory: Path) -> None:
+    path, prefix = abandon(cache)
+    (path / "triton_models" / "m").mkdir()
+    leftover = subprocess.Popen(["sleep", "60"], env={**os.environ, "NEREID_RUN": str(path)})
+    (shared_memory / f"{prefix}region").touch()
+    try:
+        run = RunDirectory.open(cache)
+        assert leftover.wait(5) == -9
+        assert not path.exists()
+        assert list(shared_memory.iterdir()) == []
+        run.close()
+    finally:
+        leftover.kill()
+        leftover.wait()
+
+
+def test_a_living_run_is_left_alone(cache: Path, shared_memory: Path) -> None:
+    first = RunDirectory.open(cache)
+    region = shared_memory / f"{first.shared_memory_prefix}x"
+    region.touch()
+    second = RunDirectory.open(cache)
+    assert first.path.is_dir()
+    assert region.exists()
+    second.close()
+    assert region.exists()
+    first.close()
+    assert not region.exists()
+
+
+def test_two_caches_never_share_a_prefix(tmp_path: Path, shared_memory: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        runs.append(RunDirectory.open(tmp_path / name))
+    assert len({run.shared_memory_prefix.split("-")[1] for run in runs}) == 2
+    for run in runs:
+        run.close()

@@ -1,0 +1,163 @@
+from pathlib import Path
+
+import pytest
+
+from native_service import settings
+from nereid_backend.errors import SettingsError
+
+GOOD = """
+server:
+  bind_addr: "127.0.0.1:50051"
+  ml_backends_path: models
+models:
+  - {name: model3, device: cpu, queue_capacity: 4}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    return tmp_path / "nereid.yaml"
+
+
+def load(file: Path, text: str) -> settings.Settings:
+    file.write_text(text)
+    return settings.load(file)
+
+
+def problem(file: Path, text: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(file, text)
+    return str(caught.value)
+
+
+def test_a_valid_file_gives_frozen_settings_with_a_path_relative_to_the_file(file: Path) -> None:
+    loaded = load(file, GOOD)
+    assert loaded.server.folder == file.parent / "models"
+    assert loaded.server.bind == settings.Address("127.0.0.1", 50051)
+    assert loaded.server.http is None
+    [model] = loaded.models
+    assert (model.name, model.device, model.queue_capacity, model.backend, model.signature) == (
+        "model3", "cpu", 4, None, "serving_default",
+    )  # fmt: skip
+
+
+def test_duplicate_names_are_refused(file: Path) -> None:
+    text = GOOD + "  - {name: model3, device: cpu, queue_capacity: 1}\n"
+    assert problem(file, text) == f"{file}: models must have unique names, 'model3' appears twice"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("queue_capacity: 4", "queue_capacity: 0", "models[0].queue_capacity must be greater than 0, got 0"),
+        ("queue_capacity: 4", "queue_capacity: '4'", "models[0].queue_capacity must be a whole number, got '4'"),
+        ("queue_capacity: 4", "queue_capacity: true", "models[0].queue_capacity must be a whole number, got True"),
+        ("device: cpu", "device: metal", "models[0].device must be cpu, cuda or cuda:N, got 'metal'"),
+        ("device: cpu", "device: cuda:abc", "models[0].device must be cpu, cuda or cuda:N, got 'cuda:abc'"),
+        ("name: model3", "name: ' '", "models[0].name must not be blank, got ' '"),
+        ("name: model3", "name: a/b", "models[0].name may hold letters, digits, '_', '.' and '-' only, got 'a/b'"),
+        ("name: model3", "name: ..", "models[0].name may hold letters, digits, '_', '.' and '-' only, got '..'"),
+        ("device: cpu, ", "", "models[0].device is required; add it"),
+        ("name: model3, ", "", "models[0].name is required; add it"),
+        (", queue_capacity: 4", "", "models[0].queue_capacity is required; add it"),
+        ("  ml_backends_path: models\n", "", "server.ml_backends_path is required; add it"),
+        ('  bind_addr: "127.0.0.1:50051"\n', "", "server.bind_addr is required; add it"),
+        ("queue_capacity: 4", "queue_capacity: 4, colour: red",
+         "models[0].colour is not a known key; remove it or check the spelling"),
+        ("127.0.0.1:50051", "localhost:50051",
+         "server.bind_addr must be IP:port such as 127.0.0.1:50051 or [::1]:50051, not a host name,"
+         " got 'localhost:50051'"),
+        ("127.0.0.1:50051", "127.0.0.1:70000", "server.bind_addr must have a port from 0 to 65535, got"
+         " '127.0.0.1:70000'"),
+        ("127.0.0.1:50051", " ", "server.bind_addr must not be blank, got ' '"),
+        ("models:\n  - {name: model3, device: cpu, queue_capacity: 4}", "models: []",
+         "models must list at least one model"),
+    ],
+)  # fmt: skip
+def test_each_broken_rule_is_one_line(file: Path, old: str, new: str, message: str) -> None:
+    assert problem(file, GOOD.replace(old, new)) == f"{file}: {message}"
+
+
+@pytest.mark.parametrize(("written", "meant"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
+def test_a_device_is_normalised(file: Path, written: str, meant: str) -> None:
+    assert load(file, GOOD.replace("device: cpu", f"device: '{written}'")).models[0].device == meant
+
+
+@pytest.mark.parametrize("key", ["http_addr", "metrics_addr"])
+def test_the_http_address_has_two_names(file: Path, key: str) -> None:
+    loaded = load(file, GOOD.replace("models\n", f'models\n  {key}: "127.0.0.1:8002"\n', 1))
+    assert loaded.server.http == settings.Address("127.0.0.1", 8002)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ('http_addr: "127.0.0.1:1"\n  metrics_addr: "127.0.0.1:2"',
+         "http_addr and metrics_addr are two names of one key; keep http_addr"),
+        ('http_addr: "127.0.0.1:50051"', "http_addr must differ from bind_addr, both are 127.0.0.1:50051"),
+        ('metrics_addr: ""', "server.metrics_addr must not be blank, got ''"),
+    ],
+)  # fmt: skip
+def test_a_wrong_http_address_is_refused(file: Path, extra: str, message: str) -> None:
+    assert problem(file, GOOD.replace("models\n", f"models\n  {extra}\n", 1)) == f"{file}: {message}"
+
+
+def test_an_address_for_everybody_needs_an_explicit_yes(file: Path) -> None:
+    text = GOOD.replace("127.0.0.1", "0.0.0.0")
+    assert "allow_insecure: true" in problem(file, text)
+    loaded = load(file, text.replace("models\n", "models\n  allow_insecure: true\n", 1))
+    assert loaded.server.bind.host == "0.0.0.0"
+
+
+def test_ipv6_addresses_stand_in_brackets(file: Path) -> None:
+    assert load(file, GOOD.replace("127.0.0.1", "[::1]")).server.bind == settings.Address("::1", 50051)
+    assert "IP:port" in problem(file, GOOD.replace("127.0.0.1", "::1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; it needs the keys server and models"),
+        ("- a", "must hold a mapping with server and models, got list"),
+        ("server: [", "is not YAML at line 1, column 10"),
+        ("server: !!python/object:os.system {}", "is not YAML at line 1"),
+    ],
+)
+def test_what_is_not_a_mapping_in_yaml_is_refused(file: Path, text: str, message: str) -> None:
+    assert problem(file, text).startswith(f"{file}: {message}")
+
+
+def test_every_problem_gets_its_own_line(file: Path) -> None:
+    text = GOOD.replace("device: cpu", "device: tpu").replace("bind_addr", "bind_adr")
+    assert problem(file, text).splitlines() == [
+        f"{file}: server.bind_addr is required; add it",
+        f"{file}: server.bind_adr is not a known key; remove it or check the spelling",
+        f"{file}: models[0].device must be cpu, cuda or cuda:N, got 'tpu'",
+    ]
+
+
+def test_a_missing_file_and_a_missing_folder_are_told_apart(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read"):
+        settings.load(tmp_path / "none.yaml")
+    assert "server.ml_backends_path must be a directory" in problem(
+        file, GOOD.replace("ml_backends_path: models", "ml_backends_path: other")
+    )
+    assert "server.ml_backends_path must be a directory" in problem(
+        file, GOOD.replace("ml_backends_path: models", "ml_backends_path: nereid.yaml")
+    )
+
+
+def test_a_folder_needs_no_file(tmp_path: Path) -> None:
+    made = settings.for_folder(tmp_path)
+    assert (made.server.bind_addr, made.server.http_addr, made.models) == ("127.0.0.1:50051", None, ())
+    with pytest.raises(SettingsError, match="must be a directory"):
+        settings.for_folder(tmp_path / "none")
+
+
+def test_the_command_line_overrides_the_addresses_and_is_checked_like_the_file(file: Path) -> None:
+    loaded = load(file, GOOD)
+    assert settings.with_addresses(loaded, "127.0.0.1:0", None).server.bind.port == 0
+    assert settings.with_addresses(loaded, None, None) is loaded
+    with pytest.raises(SettingsError, match=r"command line: bind_addr must be IP:port"):
+        settings.with_addresses(loaded, "nowhere", None)

@@ -1,0 +1,186 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from native_service.proto import inference_pb2 as pb
+
+# Conversion needs real bundles; here a model is an empty file and converting it is a name.
+CONVERT = '''
+from types import SimpleNamespace
+from nereid_backend.errors import ManifestError
+from nereid_backend.spec import ModelSpec
+import time
+
+def model_name(path):
+    return path.name
+
+def convert(source, target, *, name, **_):
+    if name.startswith("wrong"):
+        raise ManifestError("manifest.yaml: outputs are missing")
+    if name.startswith("slow"):
+        time.sleep(60)
+    return SimpleNamespace(spec=ModelSpec(name, "fake", "fake", (), (), ()))
+
+def check_device(spec):
+    pass
+'''
+
+
+class Nereid:
+    """``nereid serve`` on a folder, with the fake tritonserver."""
+
+    def __init__(self, tmp_path: Path, tritonserver: Path) -> None:
+        self.cache = tmp_path / "cache"
+        self.state = tmp_path / "state.json"
+        self.models = tmp_path / "models"
+        self.models.mkdir()
+        package = tmp_path / "fake" / "converters"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "convert.py").write_text(CONVERT)
+        (package / "discover.py").write_text("def find(path):\n    return sorted(path.iterdir())\n")
+        self._environment = {
+            **os.environ,
+            "NEREID_CACHE_DIR": str(self.cache),
+            "PYTHONPATH": f"{package.parent}:{Path(__file__).parents[2]}",
+        }
+        self._command = [
+            *(sys.executable, "-P", "-m", "native_service.cli", "serve", str(self.models), "--state", str(self.state)),
+            *("--bind", "127.0.0.1:0", "--http", "127.0.0.1:0", "--tritonserver", str(tritonserver)),
+        ]
+        self.process: subprocess.Popen[str]
+
+    def start(self, *models: str) -> None:
+        for name in models:
+            (self.models / name).touch()
+        self.process = subprocess.Popen(
+            self._command, env=self._environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def ready(self) -> dict[str, object]:
+        self.until(self.state.exists)
+        state: dict[str, object] = json.loads(self.state.read_text())
+        return state
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(f"not reached: {self.process.communicate()}")
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err
+
+    def left(self) -> list[str]:
+        """What is still there of any run: marked processes, run folders, the state file."""
+        mark = f"NEREID_RUN={self.cache}".encode()
+        processes = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                    processes.append(entry.name)
+            except OSError:
+                continue
+        runs = [path.name for path in (self.cache / "run").iterdir()] if (self.cache / "run").is_dir() else []
+        return processes + runs + ([self.state.name] if self.state.exists() else [])
+
+
+@pytest.fixture
+def nereid(tmp_path: Path, tritonserver: Path) -> Iterator[Nereid]:
+    made = Nereid(tmp_path, tritonserver)
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_running_service_with_0_and_nothing_is_left(nereid: Nereid, number: signal.Signals) -> None:
+    nereid.start("b", "a")
+    state = nereid.ready()
+    assert state["pid"] == nereid.process.pid
+    assert state["models"] == ["a", "b"]
+    with grpc.insecure_channel(str(state["native"])) as channel:
+        view = channel.unary_unary(
+            "/inference.Nereid/ViewModels", pb.ViewModelsRequest.SerializeToString, pb.ViewModelsResponse.FromString
+        )
+        assert list(view(pb.ViewModelsRequest(), timeout=5).model_names) == ["a", "b"]
+    nereid.process.send_signal(number)
+    code, out, _ = nereid.end()
+    assert code == 0
+    assert out.startswith(f"nereid is ready on {state['native']} with a, b")
+    assert nereid.left() == []
+
+
+def test_a_signal_while_converting_ends_with_0(nereid: Nereid) -> None:
+    nereid.start("slow")
+    nereid.until(lambda: any(name.isdigit() for name in nereid.left()))
+    nereid.process.send_signal(signal.SIGTERM)
+    assert nereid.end()[0] == 0
+    assert nereid.left() == []
+
+
+def test_a_signal_while_a_load_hangs_ends_with_0(nereid: Nereid) -> None:
+    nereid.start("hangs")
+    nereid.until(lambda: any("-" in name for name in nereid.left()))
+    time.sleep(2)
+    nereid.process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert nereid.end()[0] == 0
+    assert time.monotonic() - started < 5
+    assert nereid.left() == []
+
+
+def test_every_model_that_cannot_be_converted_is_told(nereid: Nereid) -> None:
+    nereid.start("fine", "wrong1", "wrong2")
+    code, out, err = nereid.end()
+    assert (code, out) == (1, "")
+    assert [line for line in err.splitlines() if line.startswith("error:")] == [
+        "error: model 'wrong1': manifest.yaml: outputs are missing",
+        "error: model 'wrong2': manifest.yaml: outputs are missing",
+    ]
+    assert nereid.left() == []
+
+
+def test_a_model_that_cannot_be_loaded_stops_the_start(nereid: Nereid) -> None:
+    nereid.start("fine", "broken")
+    code, _, err = nereid.end()
+    assert code == 1
+    assert err.splitlines()[-1] == "error: model 'broken' could not be loaded: EngineMissing: jax is not installed"
+    assert nereid.left() == []
+
+
+def test_the_end_of_triton_ends_the_service_with_1(nereid: Nereid) -> None:
+    nereid.start("a")
+    nereid.ready()
+    for pid in nereid.left():
+        if pid.isdigit():
+            os.kill(int(pid), signal.SIGKILL)
+    code, _, err = nereid.end()
+    assert code == 1
+    assert "tritonserver ended with code -9 while serving" in err
+    assert nereid.left() == []
+
+
+def test_what_a_killed_service_leaves_is_cleared_by_the_next(nereid: Nereid) -> None:
+    nereid.start("a")
+    nereid.ready()
+    nereid.process.kill()
+    nereid.process.communicate()
+    nereid.state.unlink()
+    nereid.start()
+    nereid.ready()
+    nereid.process.send_signal(signal.SIGTERM)
+    assert nereid.end()[0] == 0
+    assert nereid.left() == []

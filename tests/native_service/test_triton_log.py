@@ -1,0 +1,42 @@
+import logging
+
+import pytest
+
+from native_service.triton_errors import load_failure
+from native_service.triton_log import TritonLog
+
+
+def test_information_is_quiet_and_what_models_print_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    log = TritonLog()
+    with caplog.at_level(logging.INFO):
+        log.logged('I1130 07:02:03.123456 12 model_lifecycle.cc:839] "successfully loaded \'x\'"')
+        log.logged("I1130 07:02:03.123456 12 server.cc:604] ")
+        log.logged("+------+")
+        log.logged("| Name |")
+        log.logged("")
+        log.logged("a model's own line")
+        log.printed("another one")
+        log.logged('W1130 07:02:03.123456 12 x.cc:1] "careful"')
+        log.logged('W1130 07:02:03.123456 12 x.cc:1] "Unable to allocate pinned system memory"')
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "a model's own line"), ("INFO", "another one"), ("WARNING", "careful"),
+    ]  # fmt: skip
+    assert log.complaints == ("careful",)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: jax is not"
+            " installed\n\nAt:\n  /srv/models/x/1/model.py(7): initialize\n;",
+            "EngineMissing: jax is not installed",
+        ),
+        ("load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: Stub process 'x_0_0' is not healthy.",
+         "its process ended while it was starting; its last words are in the log above"),
+        ("failed to load 'x', no version in /a/b/c/models", "failed to load 'x', no version in models"),
+        ("", "Triton gave no reason"),
+    ],
+)  # fmt: skip
+def test_a_failed_load_is_told_without_paths_and_traceback(text: str, reason: str) -> None:
+    assert load_failure(text) == reason

@@ -1,0 +1,153 @@
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from native_service import embedded_triton
+from native_service.triton_process import TritonServer
+from nereid_backend.errors import ModelLoadError, TritonUnavailable
+
+
+@pytest.fixture
+def server(tritonserver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TritonServer:
+    install = asyncio.run(embedded_triton.find(tritonserver))
+    return TritonServer(install, tmp_path, shared_memory_prefix="nereid-test-1-")
+
+
+def is_gone(pid: int | None) -> bool:
+    try:
+        os.kill(pid or 0, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_it_starts_loads_and_stops(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            assert await server.is_ready()
+            await server.load("fine", 5)
+            addresses = {server.addresses.grpc, server.addresses.http, server.addresses.metrics}
+            assert len(addresses) == 3
+            assert all(address.startswith("127.0.0.1:") for address in addresses)
+            pid = server.pid
+        assert is_gone(pid)
+        assert not await server.is_ready()
+
+    asyncio.run(scenario())
+
+
+def test_the_command_line_keeps_everything_on_loopback(server: TritonServer) -> None:
+    async def scenario() -> list[str]:
+        async with server:
+            await server.start()
+            return (Path("/proc") / str(server.pid) / "cmdline").read_text().split("\0")
+
+    arguments = asyncio.run(scenario())
+    for kind in ("grpc", "http", "metrics"):
+        assert f"--{kind}-address=127.0.0.1" in arguments
+    assert "--model-control-mode=explicit" in arguments
+    assert "--disable-auto-complete-config" in arguments
+    assert "--backend-config=python,shm-region-prefix-name=nereid-test-1-" in arguments
+
+
+def test_a_model_that_fails_is_one_short_line_and_the_server_lives(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            with pytest.raises(ModelLoadError) as caught:
+                await server.load("broken", 5)
+            assert str(caught.value) == "model 'broken' could not be loaded: EngineMissing: jax is not installed"
+            await server.load("fine", 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_hangs_ends_everything_at_its_deadline(server: TritonServer) -> None:
+    async def scenario() -> None:
+        await server.start()
+        pid = server.pid
+        with pytest.raises(ModelLoadError, match=r"model 'hangs' did not load within 0\.5 s"):
+            await server.load("hangs", 0.5)
+        assert is_gone(pid)
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_stopping_during_a_load_does_not_wait_for_it(server: TritonServer) -> None:
+    async def scenario() -> None:
+        await server.start()
+        load = asyncio.create_task(server.load("hangs", 60))
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        await server.stop()
+        assert time.monotonic() - started < 2
+        with pytest.raises(TritonUnavailable, match="while loading 'hangs'"):
+            await load
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_dies_during_a_load_says_its_last_words(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            with pytest.raises(TritonUnavailable) as caught:
+                await server.load("dies", 5)
+            assert str(caught.value) == "tritonserver ended with code 7 while loading 'dies': out of luck"
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_does_not_start_says_why(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server._environment["FAKE_TRITON"] = "refuses"
+
+    async def scenario() -> None:
+        with pytest.raises(TritonUnavailable) as caught:
+            await server.start()
+        assert str(caught.value) == (
+            "tritonserver ended with code 1 while starting: failed to start: no such luck"
+        )
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_port_taken_meanwhile_is_tried_again(server: TritonServer, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    server._environment |= {"FAKE_TRITON": "port-taken-once", "FAKE_TRITON_NOTE": str(note)}
+
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            assert note.exists()
+            await server.load("fine", 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_ignores_sigterm_is_killed(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("native_service.triton_process._STOP_GRACE_S", 0.3)
+    server._environment["FAKE_TRITON"] = "ignores-sigterm"
+
+    async def scenario() -> None:
+        await server.start()
+        pid = server.pid
+        await server.stop()
+        assert is_gone(pid)
+
+    asyncio.run(scenario())
+
+
+def test_an_end_nobody_asked_for_is_reported(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            os.kill(server.pid or 0, 9)
+            assert await server.wait() == "tritonserver ended with code -9 while serving"
+
+    asyncio.run(scenario())

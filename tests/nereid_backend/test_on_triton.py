@@ -1,0 +1,335 @@
+"""The runtime inside the real tritonserver. ``make test`` runs this file on both numpy generations."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as tritonclient
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+from converters import repository
+from converters.prepared import Prepared
+from nereid_backend import dtypes
+from nereid_backend.errors import ModelLoadError
+from nereid_backend.spec import ModelSpec, Program, TensorSpec
+
+pytestmark = pytest.mark.triton
+
+WIRE_DTYPES = [row for row in dtypes.TABLE if row.kserve is not None]
+
+# A model.py that serves its spec with an engine defined on the spot.
+FAKE_ENGINE = """
+import sys, time, types
+import numpy as np
+from nereid_backend import engines, dtypes
+from nereid_backend.errors import InvalidArgument
+
+class Engine:
+    @classmethod
+    def load(cls, spec, directory):
+        return cls()
+    def close(self):
+        pass
+    def run(self, inputs):
+        {body}
+
+module = types.ModuleType("fake_engine")
+module.Engine = Engine
+sys.modules["fake_engine"] = module
+engines.ENGINES["fake"] = engines.EngineEntry("fake_engine", "Engine", "numpy", "fake", "made by a test")
+from nereid_backend.model import TritonPythonModel
+"""
+
+
+def write_fake(
+    triton: Any, name: str, body: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], **options: Any
+) -> str:
+    """A model whose engine's ``run`` is ``body``, loaded into the server."""
+    spec = ModelSpec(name, "fake", "fake", inputs, outputs, (Program("none"),), **options)
+    path = repository.write(Prepared(spec, {}), triton.repository, link=False, force=True)
+    (path / "1" / "model.py").write_text(FAKE_ENGINE.format(body=body))
+    return triton.load(name)
+
+
+def rows(name: str, dtype: str, *row_shape: int) -> TensorSpec:
+    return TensorSpec(name, dtype, (-1, *row_shape), 0)
+
+
+def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, (datatype, shape, data) in inputs.items():
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(data)
+    with grpc.insecure_channel(address) as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelInferResponse.FromString,
+        )
+        return infer(request, **call)
+
+
+def infer(client: Any, model: str, output: str, **arrays: np.ndarray) -> np.ndarray:
+    tensors = []
+    for name, array in arrays.items():
+        tensor = tritonclient.InferInput(name, list(array.shape), dtypes.by_numpy(array.dtype).kserve)
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    return client.infer(model, tensors).as_numpy(output)
+
+
+@pytest.fixture(scope="session")
+def identities(triton: Any) -> str:
+    """One model with an input and an output of every wire dtype; outputs come back by different ways."""
+    inputs = tuple(rows(f"in_{row.token}", row.token, 5) for row in WIRE_DTYPES)
+    outputs = tuple(rows(f"out_{row.token}", row.token, 5) for row in WIRE_DTYPES)
+    body = """
+        results = []
+        for index, array in enumerate(inputs):
+            if index % 3 == 0:
+                array = np.asfortranarray(array)   # strided
+            elif index % 3 == 1:
+                array = array.copy()
+                array.flags.writeable = False      # as numpy views of JAX results are
+            results.append(array)
+        return results
+"""
+    return write_fake(triton, "identities", body, inputs, outputs, max_batch_size=8, coalesce=True)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_random_bytes_of_every_dtype_come_back_exactly(triton: Any, identities: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    sent = {}
+    for row in WIRE_DTYPES:
+        data = rng.bytes(count * 5 * row.size_bytes)
+        if row.token == "bool":
+            data = bytes(b & 1 for b in data)
+        sent[f"in_{row.token}"] = (row.kserve, [count, 5], data)
+    response = raw_infer(triton.address, identities, sent)
+    got = {
+        o.name: (o.datatype, list(o.shape), d)
+        for o, d in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+    assert got == {name.replace("in_", "out_"): value for name, value in sent.items()}
+
+
+def test_zero_rows_come_back_as_zero_rows(triton: Any) -> None:
+    tensor = TensorSpec("x", "f32", (-1, 3))
+    write_fake(triton, "any_rows", "return inputs", (tensor,), (TensorSpec("y", "f32", (-1, 3)),))
+    response = raw_infer(triton.address, "any_rows", {"x": ("FP32", [0, 3], b"")})
+    assert (list(response.outputs[0].shape), response.raw_output_contents[0]) == ([0, 3], b"")
+
+
+def test_a_scalar_travels_as_one_dimension_of_one(client: Any, triton: Any) -> None:
+    scalar = TensorSpec("x", "f32", ())
+    per_row = rows("x", "i32")
+    write_fake(triton, "scalar", "assert inputs[0].shape == (); return [inputs[0] + inputs[0]]", (scalar,), (scalar,))
+    write_fake(
+        triton,
+        "row_scalar",
+        "assert inputs[0].ndim == 1; return [inputs[0] * 2]",
+        (per_row,),
+        (per_row,),
+        max_batch_size=4,
+    )
+    assert infer(client, "scalar", "x", x=np.array([21], np.float32)).tolist() == [42]
+    assert infer(client, "row_scalar", "x", x=np.array([[1], [2]], np.int32)).tolist() == [[2], [4]]
+
+
+def test_requests_that_share_a_run_each_get_their_own_rows(triton: Any) -> None:
+    body = "time.sleep(0.02); return [inputs[0] + 1, np.full(len(inputs[0]), len(inputs[0]), np.int32)]"
+    write_fake(
+        triton, "counts", body, (rows("x", "f32", 2),), (rows("y", "f32", 2), rows("size", "i32")),
+        max_batch_size=16, coalesce=True,
+    )  # fmt: skip
+    results: dict[int, Any] = {}
+
+    def call(index: int) -> None:
+        data = np.full((1 + index % 3, 2), index, np.float32)
+        response = raw_infer(triton.address, "counts", {"x": ("FP32", list(data.shape), data.tobytes())})
+        y, size = response.raw_output_contents
+        results[index] = np.frombuffer(y, np.float32), np.frombuffer(size, np.int32)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {i: y.tolist() for i, (y, _) in results.items()} == {i: [i + 1] * 2 * (1 + i % 3) for i in range(24)}
+    assert max(size.max() for _, size in results.values()) > 3, "no two requests ever shared a run"
+
+
+def test_a_request_that_breaks_a_shared_run_fails_alone(triton: Any) -> None:
+    body = """
+        time.sleep(0.02)
+        if (inputs[0] < 0).any():
+            raise InvalidArgument("negative index")
+        return [inputs[0] * 10]
+"""
+    write_fake(triton, "picky", body, (rows("x", "i32", 1),), (rows("y", "i32", 1),), max_batch_size=16, coalesce=True)
+    outcome: dict[int, Any] = {}
+
+    def call(index: int) -> None:
+        value = -1 if index % 8 == 5 else index
+        try:
+            response = raw_infer(triton.address, "picky", {"x": ("INT32", [1, 1], np.int32(value).tobytes())})
+            outcome[index] = np.frombuffer(response.raw_output_contents[0], np.int32).tolist()
+        except grpc.RpcError as error:
+            outcome[index] = (error.code(), error.details())
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bad = (grpc.StatusCode.INVALID_ARGUMENT, "negative index")
+    assert outcome == {i: bad if i % 8 == 5 else [i * 10] for i in range(24)}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return [inputs[0].astype(np.float64)]", "output 'y' has dtype float64, expected float32"),
+        ("return [inputs[0][:, :1]]", "output 'y' has shape [1, 1], expected [1, 2]"),
+        ("return [inputs[0], inputs[0]]", "returned 2 outputs, expected 1"),
+        ("return []", "returned 0 outputs, expected 1"),
+        ("raise ZeroDivisionError('secret detail')", "failed with ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_result_is_an_internal_error_with_a_short_text(triton: Any, body: str, words: str) -> None:
+    name = f"wrong_{abs(hash(body))}"
+    write_fake(triton, name, body, (rows("x", "f32", 2),), (rows("y", "f32", 2),), max_batch_size=4)
+    with pytest.raises(grpc.RpcError) as caught:
+        raw_infer(triton.address, name, {"x": ("FP32", [1, 2], bytes(8))})
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert words in caught.value.details()
+    assert not any(leak in caught.value.details() for leak in ("Traceback", ".py", "secret", "/"))
+
+
+def test_a_cancelled_request_is_dropped_before_it_runs(triton: Any, tmp_path: Path) -> None:
+    log = tmp_path / "runs"
+    body = f"time.sleep(0.4); open({str(log)!r}, 'a').write(str(int(inputs[0][0, 0])) + ' '); return inputs"
+    write_fake(triton, "slow", body, (rows("x", "i32", 1),), (rows("x", "i32", 1),), max_batch_size=1)
+    log.write_text("")
+
+    codes: dict[int, grpc.StatusCode] = {}
+
+    def call(value: int, timeout: float) -> None:
+        codes[value] = grpc.StatusCode.OK
+        try:
+            raw_infer(triton.address, "slow", {"x": ("INT32", [1, 1], np.int32(value).tobytes())}, timeout=timeout)
+        except grpc.RpcError as error:
+            codes[value] = error.code()
+
+    threads = []
+    for value, timeout in ((1, 10), (2, 0.2), (3, 10)):
+        threads.append(threading.Thread(target=call, args=(value, timeout)))
+        threads[-1].start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert log.read_text().split() == ["1", "3"]
+    assert codes == {1: grpc.StatusCode.OK, 2: grpc.StatusCode.DEADLINE_EXCEEDED, 3: grpc.StatusCode.OK}
+
+
+def test_a_bundle_answers_at_every_size_with_padding(client: Any, triton: Any, affine_bundle: Path) -> None:
+    name = triton.add(affine_bundle)
+    x = np.random.default_rng(0).integers(-4, 5, (8, 4)).astype(np.float32)
+    w, b = affine_weights()
+    for count in range(1, 5):
+        got = infer(client, name, "y", x=x[:count])
+        assert got.tolist() == (np.einsum("nc,cdk->ndk", x[:count], w) + b).tolist()
+    with pytest.raises(InferenceServerException, match="batch-size must be <= 4"):
+        infer(client, name, "y", x=x[:5])
+
+
+def affine_weights() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return (rng.integers(-8, 9, shape).astype(np.float32) / 8 for shape in ((4, 3, 2), (3, 2)))
+
+
+@pytest.fixture(scope="session")
+def affine_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """y[n,d,k] = x[n,c] w[c,d,k] + b[d,k] with programs for 1 and 4 rows, written by hand."""
+    import jax
+    import jax.export
+
+    from converters import weights
+
+    bundle = tmp_path_factory.mktemp("bundles") / "affine"
+    bundle.mkdir()
+    w, b = affine_weights()
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, b)]
+    for size in (1, 4):
+        x = jax.ShapeDtypeStruct((size, 4), np.float32)
+        function = jax.jit(lambda x, w, b: jax.numpy.einsum("nc,cdk->ndk", x, w) + b)
+        exported = jax.export.export(function, platforms=["cpu"])(x, *arguments)
+        (bundle / f"model.b{size}.mlir").write_bytes(exported.mlir_module_serialized)
+    weights.write(
+        bundle / "weights.safetensors",
+        {"w": w, "b": b},
+        {"argument_order": json.dumps(["w", "b"]), "axis_order": "xla"},
+    )
+    (bundle / "manifest.yaml").write_text(
+        "format_version: '2.1'\n"
+        "executable_inputs: [{name: x, dtype: f32, shape: cn, dims: {c: 4}}]\n"
+        "executable_outputs: [{name: y, dtype: f32, shape: kdn, dims: {k: 2, d: 3}}]\n"
+        "batching: {compiled_batch_sizes: [1, 4]}\n"
+    )
+    return bundle
+
+
+def test_an_onnx_file_answers_by_its_own_names(client: Any, triton: Any, tmp_path: Path) -> None:
+    from onnx import TensorProto, helper, save
+
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["left", "right"], ["sum"])],
+        "add",
+        [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", 3]) for n in ("left", "right")],
+        [helper.make_tensor_value_info("sum", TensorProto.INT64, ["batch", 3])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "adder.onnx")
+    name = triton.add(tmp_path / "adder.onnx")
+    left, right = np.arange(6).reshape(2, 3), np.full((2, 3), 2**40)
+    assert infer(client, name, "sum", right=right, left=left).tolist() == (left + right).tolist()
+
+
+def test_a_torchscript_folder_answers_in_contract_order(client: Any, triton: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
+    folder = tmp_path / "pair"
+    folder.mkdir()
+
+    class Pair(torch.nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return a + b, a * b
+
+    torch.jit.save(torch.jit.trace(Pair(), (torch.zeros(1, 2), torch.zeros(1, 2))), str(folder / "model.pt"))
+    (folder / "model_inference.textproto").write_text(
+        'max_batch_size: 4 input { name: "a" dims: [2] } input { name: "b" dims: [2] } '
+        'output { name: "sum" dims: [2] } output { name: "product" dims: [2] }'
+    )
+    name = triton.add(folder)
+    a, b = np.array([[1, 2]], np.float32), np.array([[10, 20]], np.float32)
+    assert infer(client, name, "product", b=b, a=a).tolist() == [[10, 40]]
+    assert infer(client, name, "sum", b=b, a=a).tolist() == [[11, 22]]
+
+
+def test_a_damaged_artifact_fails_the_load_with_one_short_reason(triton: Any, affine_bundle: Path) -> None:
+    from converters.convert import convert
+
+    convert(affine_bundle, triton.repository, name="damaged")
+    weights = triton.repository / "damaged" / "1" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(ModelLoadError, match=r"weights\.safetensors: tensor .* truncated|damaged") as caught:
+        triton.load("damaged")
+    assert "\n" not in str(caught.value)
+    assert str(triton.repository) not in str(caught.value)
