@@ -33,6 +33,7 @@ clean:
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "nereid needs CPython 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip  # old resolvers search for minutes
 	touch $@
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt | $(VENV)/.venv

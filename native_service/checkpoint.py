@@ -170,9 +170,7 @@ def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) ->
         if len(sent) == len(declared):
             full = (1, *sent)
         elif len(sent) == len(declared) + 1 and sent[0] > model.max_batch_size:
-            raise InvalidArgument(
-                f"model {model.name!r}: batch {sent[0]} is over the limit of {model.max_batch_size}"
-            )
+            raise InvalidArgument(f"model {model.name!r}: batch {sent[0]} is over the limit of {model.max_batch_size}")
     with_batch = len(declared) + (1 if model.max_batch_size > 0 else 0)
     if len(full) != with_batch:
         without = f" (or {len(declared)} without the batch dimension)" if model.max_batch_size > 0 else ""

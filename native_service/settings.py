@@ -130,9 +130,7 @@ class ServerSettings(_Section):
 
     bind_addr: AddressText
     ml_backends_path: NonBlank
-    http_addr: Annotated[
-        AddressText | None, Field(validation_alias=AliasChoices("http_addr", "metrics_addr"))
-    ] = None
+    http_addr: Annotated[AddressText | None, Field(validation_alias=AliasChoices("http_addr", "metrics_addr"))] = None
     """Health and metrics over HTTP; None is off."""
     allow_insecure: bool = False
     limits: Limits = Limits()

@@ -122,14 +122,11 @@ async def _start(
     names = tuple(spec.name for spec in specs)
     http = None
     if server.http is not None:
-        endpoints = HttpEndpoints(
-            server.http, models=names, is_ready=triton.is_ready, metrics=triton.addresses.metrics
-        )
+        endpoints = HttpEndpoints(server.http, models=names, is_ready=triton.is_ready, metrics=triton.addresses.metrics)
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)
     models = [
-        ServedModel(spec, Permits(source.settings.queue_capacity))
-        for spec, source in zip(specs, sources, strict=True)
+        ServedModel(spec, Permits(source.settings.queue_capacity)) for spec, source in zip(specs, sources, strict=True)
     ]
     service = NereidService(models, triton.channel, server.limits)
     native = NativeServer(service, names, server.bind, server.limits)

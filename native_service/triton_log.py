@@ -36,8 +36,9 @@ class TritonLog:
         return tuple(self._complaints)
 
     def printed(self, line: str) -> None:
-        """A line of the server's stdout: Triton's own log never goes there, so a model printed it."""
-        _MODELS.info("%s", line)
+        """A line of the server's stdout: Triton's log never goes there, so nearly always a model printed it."""
+        if not _NOISE.search(line):
+            _MODELS.info("%s", line)
 
     def logged(self, line: str) -> None:
         """A line of the server's stderr: Triton's log, or something a model wrote to its stderr."""

@@ -82,9 +82,7 @@ def main() -> None:
         "ModelInfer": method(lambda r, _c: pb.ModelInferResponse(model_name=r.model_name),
                              pb.ModelInferRequest, pb.ModelInferResponse),
     }  # fmt: skip
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),)
-    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
     server.add_insecure_port(f"{options['grpc-address']}:{options['grpc-port']}")
     metrics = HTTPServer((options["metrics-address"], int(options["metrics-port"])), Metrics)
     Thread(target=metrics.serve_forever, daemon=True).start()

@@ -12,7 +12,7 @@ from nereid_backend.errors import BundleError, NereidError
 from nereid_backend.spec import ModelSpec
 
 # What the child imports instead of the real package; the model's name says what happens.
-FAKE = '''
+FAKE = """
 import os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def convert(source, target, *, name, device, backend, max_batch_size, link):
 def check_device(spec):
     if spec.platform == "cuda:0":
         raise DeviceMissing("no CUDA device 0 here")
-'''
+"""
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -258,10 +259,10 @@ def test_a_call_without_time_left_is_not_handed_on(serving: Serving, spec: Spec)
             for message in request([16], R16):
                 await call.write(message)
             await asyncio.sleep(0.295)
-            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            # Whichever side notices first ends the call.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await call.done_writing()
                 [_ async for _ in call]
-            assert call.done()
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert service.triton.requests == []
             assert service.models["adder"].permits.in_use == 0

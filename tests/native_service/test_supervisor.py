@@ -13,7 +13,7 @@ import pytest
 from native_service.proto import inference_pb2 as pb
 
 # Conversion needs real bundles; here a model is an empty file and converting it is a name.
-CONVERT = '''
+CONVERT = """
 from types import SimpleNamespace
 from nereid_backend.errors import ManifestError
 from nereid_backend.spec import ModelSpec
@@ -31,7 +31,7 @@ def convert(source, target, *, name, **_):
 
 def check_device(spec):
     pass
-'''
+"""
 
 
 class Nereid:

@@ -9,7 +9,7 @@ from native_service.triton_log import TritonLog
 def test_information_is_quiet_and_what_models_print_is_not(caplog: pytest.LogCaptureFixture) -> None:
     log = TritonLog()
     with caplog.at_level(logging.INFO):
-        log.logged('I1130 07:02:03.123456 12 model_lifecycle.cc:839] "successfully loaded \'x\'"')
+        log.logged("I1130 07:02:03.123456 12 model_lifecycle.cc:839] \"successfully loaded 'x'\"")
         log.logged("I1130 07:02:03.123456 12 server.cc:604] ")
         log.logged("+------+")
         log.logged("| Name |")

@@ -109,9 +109,7 @@ def test_a_server_that_does_not_start_says_why(server: TritonServer, monkeypatch
     async def scenario() -> None:
         with pytest.raises(TritonUnavailable) as caught:
             await server.start()
-        assert str(caught.value) == (
-            "tritonserver ended with code 1 while starting: failed to start: no such luck"
-        )
+        assert str(caught.value) == ("tritonserver ended with code 1 while starting: failed to start: no such luck")
         await server.stop()
 
     asyncio.run(scenario())
