@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from converters.contract import CONTRACT_FILE
 from converters.folder import DETECTORS
 from converters.manifest import MANIFEST_FILE
 
 
 def is_model(path: Path) -> bool:
-    """Whether ``path`` is a bundle, a nereid folder (of any backend) or an ``.onnx`` file."""
+    """Whether ``path`` is meant as a model: a bundle, a nereid folder of any backend, an ``.onnx`` file.
+
+    A folder with a contract and nothing to run counts: it is a mistake to be told, not something to pass over.
+    """
     if path.is_file():
         return path.suffix == ".onnx"
-    return (path / MANIFEST_FILE).exists() or any(matches(path) for matches, _ in DETECTORS.values())
+    marked = (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists()
+    return marked or any(matches(path) for matches, _ in DETECTORS.values())
 
 
 def find(path: Path) -> list[Path]:

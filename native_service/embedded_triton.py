@@ -17,7 +17,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from native_service import cache, launch
+from native_service import launch, locks
+from nereid_backend.cache import PRIVATE, cache_folder
 from nereid_backend.errors import TritonUnavailable
 
 _LOG = logging.getLogger("nereid.triton")
@@ -136,8 +137,8 @@ def _link(source: str, target: str) -> str:
 
 async def _fetched() -> Path:
     """The folder with the wheel's files, downloaded and unpacked once for all processes of this user."""
-    folder = cache.cache_folder() / "triton"
-    folder.mkdir(mode=cache.PRIVATE, exist_ok=True)
+    folder = cache_folder() / "triton"
+    folder.mkdir(mode=PRIVATE, exist_ok=True)
     target = folder / f"{WHEEL}-{WHEEL_VERSION}-{WHEEL_SHA256[:12]}"
     if target.is_dir():
         return target
@@ -156,7 +157,7 @@ async def _fetched() -> Path:
 
 async def _wait_for_lock(path: Path) -> int:
     told = False
-    while (descriptor := cache.try_lock(path)) is None:
+    while (descriptor := locks.try_lock(path)) is None:
         if not told:
             _LOG.info("another process is fetching tritonserver; waiting for it")
             told = True

@@ -15,7 +15,7 @@ from native_service.checkpoint import Budget, CheckpointInput, CheckpointReader,
 from native_service.permits import Permits
 from native_service.proto import inference_pb2
 from native_service.settings import Address, Limits
-from nereid_backend.errors import EngineError, NereidError, SettingsError
+from nereid_backend.errors import DeadlineExceeded, EngineError, NereidError, SettingsError
 from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.service")
@@ -23,12 +23,6 @@ _LOG = logging.getLogger("nereid.service")
 SERVICE = "inference.Nereid"
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
 _SHORTEST_DEADLINE_S = 0.010
-
-
-class DeadlineError(NereidError):
-    """The client stops waiting before its call can be handed on."""
-
-    code = "DEADLINE_EXCEEDED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +134,7 @@ def _time_left(context: Any) -> float | None:
     """Seconds the client still waits, None when it waits for ever."""
     left: float | None = context.time_remaining()
     if left is not None and left < _SHORTEST_DEADLINE_S:
-        raise DeadlineError("the deadline leaves no time to run the model")
+        raise DeadlineExceeded("the deadline leaves no time to run the model")
     return left
 
 

@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from native_service import cache
+from native_service import locks
+from nereid_backend.cache import PRIVATE
 
 _LOG = logging.getLogger("nereid.run")
 
@@ -41,13 +42,13 @@ class RunDirectory:
     def open(cls, cache_folder: Path) -> RunDirectory:
         """Sweep what dead runs left, then make a new folder below ``cache_folder``."""
         runs = cache_folder / "run"
-        runs.mkdir(mode=cache.PRIVATE, exist_ok=True)
+        runs.mkdir(mode=PRIVATE, exist_ok=True)
         # Under one lock, or a sweep could take a folder whose owner has not locked its lease yet.
-        with cache.locked(cache_folder / "run.lock"):
+        with locks.locked(cache_folder / "run.lock"):
             sweep(runs)
             path = runs / f"{os.getpid()}-{secrets.token_hex(4)}"
-            path.mkdir(mode=cache.PRIVATE)
-            lease = cache.try_lock(path / "lease")
+            path.mkdir(mode=PRIVATE)
+            lease = locks.try_lock(path / "lease")
             if lease is None:
                 raise RuntimeError(f"the lease of the new folder {path} is taken")
         (path / "triton_models").mkdir()
@@ -81,7 +82,7 @@ def sweep(runs: Path) -> None:
     for path in sorted(runs.iterdir()):
         if not path.is_dir():
             continue
-        lease = cache.try_lock(path / "lease")
+        lease = locks.try_lock(path / "lease")
         if lease is None:
             continue
         try:

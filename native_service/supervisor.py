@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import cache, embedded_triton, preflight
+from native_service import embedded_triton, preflight
 from native_service.conversion import Converter, Source
 from native_service.http_endpoints import HttpEndpoints
 from native_service.nereid_grpc import NativeServer, NereidService, ServedModel
@@ -23,6 +23,7 @@ from native_service.permits import Permits
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
 from native_service.triton_process import TritonServer
+from nereid_backend.cache import cache_folder
 from nereid_backend.errors import BundleError, ModelLoadError, NereidError, SettingsError
 from nereid_backend.spec import ModelSpec
 
@@ -108,7 +109,7 @@ async def _start(
             _check_free(key, address)
     install = await embedded_triton.find(tritonserver)
     preflight.check(install)
-    run = RunDirectory.open(cache.cache_folder())
+    run = RunDirectory.open(cache_folder())
     ending.callback(run.close)
     async with Converter(run.environment, server.limits.load_timeout_s) as converter:
         sources = await converter.sources(settings)

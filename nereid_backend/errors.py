@@ -38,6 +38,12 @@ class ResourceExhausted(NereidError):
     code = "RESOURCE_EXHAUSTED"
 
 
+class DeadlineExceeded(NereidError):
+    """The client stops waiting before its call can be handed on."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
 # What a bundle or a folder on disk is.
 
 

@@ -6,6 +6,8 @@ exactly one response; a failing request never takes its neighbours along.
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -38,6 +40,7 @@ class TritonPythonModel:
     """Serves one ModelSpec with one engine."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        _open_streams()
         directory = Path(args["model_repository"]) / args["model_version"]
         try:
             self._open(ModelSpec.read(directory), directory)
@@ -181,6 +184,13 @@ class TritonPythonModel:
         return _failure(
             f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL"
         )
+
+
+def _open_streams() -> None:
+    """Let prints appear at once and survive any text: the 2.51 stub's streams are block-buffered ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _failure(message: str, code: str) -> Any:

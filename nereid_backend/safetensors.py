@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from nereid_backend.errors import BundleError, WeightsError
 
 ALIGNMENT_BYTES = 64
 MAX_HEADER_BYTES = 100_000_000
+MAX_RANK = 32
+"""What numpy 1 holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,10 @@ def read_header(path: Path) -> Header:
         if not isinstance(raw, dict):
             raise ValueError("not an object")
         metadata = raw.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("__metadata__ must map text to text")
         entries = {name: _entry(value) for name, value in raw.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, BundleError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError) as error:
         raise WeightsError(f"{path.name}: the header is malformed ({error}); export the file again") from None
     _check_layout(path.name, entries, size - 8 - length)
     return Header(entries, metadata, 8 + length, size - 8 - length)
@@ -125,6 +130,9 @@ def _check_layout(name: str, entries: dict[str, Entry], data_bytes: int) -> None
     position = 0
     for tensor, e in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         need = math.prod(e.shape) * e.dtype.size_bytes
+        # numpy counts the other axes even where one of them is 0
+        if len(e.shape) > MAX_RANK or math.prod(max(n, 1) for n in e.shape) * e.dtype.size_bytes > sys.maxsize:
+            raise WeightsError(f"{name}: tensor {tensor!r} has a shape that no array can have; export the file again")
         if e.end - e.start != need:
             raise WeightsError(
                 f"{name}: tensor {tensor!r} has {e.end - e.start} bytes, its shape {list(e.shape)} of "

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from nereid_backend import dtypes
 from nereid_backend.dtypes import DType
-from nereid_backend.errors import SpecError
+from nereid_backend.errors import BundleError, SpecError
 
 FORMAT_VERSION = 1
 SPEC_FILE = "nereid.json"
@@ -119,7 +119,7 @@ class ModelSpec:
         """Parse ``to_json``'s text. Raises SpecError for anything else."""
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{SPEC_FILE} is not JSON ({error}); convert the bundle again") from None
         if not isinstance(raw, dict):
             raise SpecError(
@@ -145,7 +145,9 @@ class ModelSpec:
                     else _strict(Weights, {**weights, "argument_order": tuple(weights["argument_order"])}),
                 },
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except SpecError:
+            raise
+        except (KeyError, TypeError, AttributeError, BundleError) as error:
             raise SpecError(f"{SPEC_FILE} is incomplete or malformed ({error}); convert the bundle again") from None
 
     @classmethod
@@ -155,6 +157,8 @@ class ModelSpec:
             return cls.from_json((directory / SPEC_FILE).read_text(encoding="utf-8"))
         except OSError as error:
             raise SpecError(f"cannot read {SPEC_FILE} ({error.strerror}); convert the bundle again") from None
+        except UnicodeDecodeError:
+            raise SpecError(f"{SPEC_FILE} is not UTF-8 text; convert the bundle again") from None
 
 
 def _tensor(raw: Mapping[str, Any]) -> TensorSpec:

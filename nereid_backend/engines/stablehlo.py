@@ -8,7 +8,6 @@ Only ``jax.extend`` and ``jax.interpreters.mlir`` are used: the same lines run o
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from nereid_backend import dtypes, safetensors
+from nereid_backend.cache import cache_folder
 from nereid_backend.engines import Array, import_library, parse_device
-from nereid_backend.errors import DeviceMissing, EngineError, SignatureError
+from nereid_backend.errors import DeviceMissing, EngineError, SettingsError, SignatureError
 from nereid_backend.spec import ModelSpec
 
 ENTRY = "main"
@@ -193,24 +193,20 @@ def _configure(jax: Any, device: str) -> None:
     jax.config.update("jax_enable_x64", True)
     # A CUDA build of jax would otherwise take the first GPU for a model that asks for the CPU.
     jax.config.update("jax_platforms", "cpu" if parse_device(device)[0] == "cpu" else "cuda,cpu")
-    cache = _compilation_cache()
-    if cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+    if (folder := _compilation_cache()) is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _compilation_cache() -> Path | None:
-    """The folder of compiled programs, or None where no private one can be had (compiled code must be ours)."""
-    root = os.environ.get("NEREID_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    path = Path(root) / ("xla" if os.environ.get("NEREID_CACHE_DIR") else "nereid/xla")
+    """The folder of compiled programs, None where this process has no private one (a read-only container, say)."""
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = path.stat()
-    except OSError:
+        folder = cache_folder() / "xla"
+        folder.mkdir(exist_ok=True)
+    except (SettingsError, OSError):
         return None
-    private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return path if private and os.access(path, os.W_OK) else None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _device(jax: Any, device: str) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,70 +18,11 @@ import pytest
 import tritonclient.grpc as tritonclient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto, helper, save
+from serving import READY_TIMEOUT_S, Served, alive, checkpoint, chunk, meta, our_shared_memory, tensor_of
 
 from native_service.proto import inference_pb2 as pb
 
 pytestmark = pytest.mark.triton
-
-READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
-
-
-class Served:
-    """A ``nereid serve`` process and what its state file says."""
-
-    def __init__(self, folder: Path, *arguments: str, wait: bool = True) -> None:
-        self.state_file = folder / f"state-{time.monotonic_ns()}.json"
-        command = [sys.executable, "-m", "native_service.cli", "serve", *arguments, "--state", str(self.state_file)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.state: dict[str, Any] = {}
-        if wait:
-            self.wait_until_ready()
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not self.state_file.exists():
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline, "not ready in time"
-            time.sleep(0.05)
-        self.state = json.loads(self.state_file.read_text())
-
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=STOP_TIMEOUT_S)
-        return self.process.returncode, output
-
-    def descendants(self) -> set[int]:
-        """Every process that carries this supervisor's mark or descends from it."""
-        children: dict[int, list[int]] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except OSError:
-                    continue
-                children.setdefault(parent, []).append(int(entry.name))
-        found: set[int] = set()
-        front = [self.process.pid]
-        while front:
-            front = [child for pid in front for child in children.get(pid, ())]
-            found.update(front)
-        return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    living = set()
-    for pid in pids:
-        try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                living.add(pid)
-        except OSError:
-            continue
-    return living
-
-
-def our_shared_memory(pid: int) -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"nereid-*-{pid}-*")]
 
 
 def write_adder(folder: Path, *, width: int = 16, max_batch_size: int = 10) -> None:
@@ -118,35 +56,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server = Served(folder, "--config", str(folder / "nereid.yaml"))
     yield server
     server.end()
-
-
-def checkpoint(served: Served, messages: list[Any]) -> list[Any]:
-    with grpc.insecure_channel(served.state["native"]) as channel:
-        call = channel.stream_stream(
-            "/inference.Nereid/Checkpoint",
-            request_serializer=pb.CheckpointRequest.SerializeToString,
-            response_deserializer=pb.CheckpointResponse.FromString,
-        )
-        return list(call(iter(messages), timeout=30))
-
-
-def meta(model: str) -> Any:
-    return pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=model))
-
-
-def chunk(shape: list[int], data: bytes, *, end: bool = True) -> Any:
-    return pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=data, end_of_tensor=end))
-
-
-def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
-    """The output and its bytes, after checking that the parts come in their order."""
-    kinds = ["output" if r.HasField("output_chunk") else "done" if r.done else "text" for r in responses]
-    assert kinds == ["text", *["output"] * (len(kinds) - 2), "done"]
-    assert responses[-1].exit_code == 0
-    chunks = [r.output_chunk for r in responses[1:-1]]
-    assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
-    assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
-    return list(chunks[0].shape), b"".join(c.data for c in chunks)
 
 
 R16 = np.arange(16, dtype=np.float32)
@@ -326,27 +235,36 @@ def test_a_port_in_use_stops_the_start_before_anything_is_converted(tmp_path: Pa
     assert "converted" not in output
 
 
-def test_a_load_that_hangs_is_killed_at_its_deadline(tmp_path: Path, models: Path) -> None:
-    # A model that never finishes loading, in the one way a data folder can ask for it: a stub that cannot start.
+def test_a_load_that_hangs_is_killed_at_its_deadline(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
+    folder = tmp_path / "models" / "identity"
+    folder.mkdir(parents=True)
+    torch.jit.save(torch.jit.trace(torch.nn.Identity(), torch.zeros(1, 2)), str(folder / "model.pt"))
+    (folder / "model_inference.textproto").write_text("input_shape: [2]\noutput_shape: [2]\n")
     config = tmp_path / "nereid.yaml"
     config.write_text(
-        "server: {bind_addr: '127.0.0.1:0', ml_backends_path: models, limits: {load_timeout_s: 2}}\n"
-        "models: [{name: adder, device: cpu, queue_capacity: 1}]\n"
+        "server: {bind_addr: '127.0.0.1:0', ml_backends_path: models, limits: {load_timeout_s: 8}}\n"
+        "models: [{name: identity, device: cpu, queue_capacity: 1}]\n"
     )
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "onnxruntime.py").write_text(
-        "import os, sys, time\n"
-        "if 'triton' in open('/proc/self/cmdline').read():\n    time.sleep(600)\n"
-        "sys.path.remove(os.path.dirname(__file__)); del sys.modules['onnxruntime']\n"
-        "import onnxruntime\n"
-    )
-    environment = dict(os.environ, PYTHONPATH=str(site))
-    server = subprocess.Popen(
-        [sys.executable, "-m", "native_service.cli", "serve", "--config", str(config)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-    )  # fmt: skip
-    output, _ = server.communicate(timeout=READY_TIMEOUT_S)
-    assert server.returncode == 1, output
-    assert "model 'adder' did not load within 2 s" in output
-    assert our_shared_memory(server.pid) == []
+    server = Served(tmp_path, "--config", str(config), wait=False)
+    stopped = stop_first_stub(server)
+    output, _ = server.process.communicate(timeout=READY_TIMEOUT_S)
+    assert server.process.returncode == 1, output
+    assert "error: model 'identity' did not load within 8 s" in output
+    assert (alive({stopped}), our_shared_memory(server.process.pid)) == (set(), [])
+
+
+def stop_first_stub(server: Served) -> int:
+    """SIGSTOP the model's process as soon as it is there; importing torch takes it much longer than that."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for pid in server.descendants():
+            try:
+                name = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"/1/model.py\0" in name:
+                os.kill(pid, signal.SIGSTOP)
+                return pid
+        time.sleep(0.005)
+    raise AssertionError("no stub was started")

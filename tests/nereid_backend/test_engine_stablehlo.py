@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+from converters import weights as weights_files
+from nereid_backend import dtypes
+from nereid_backend.engines import stablehlo
+from nereid_backend.engines.stablehlo import Argument, StableHloEngine, read_module
+from nereid_backend.errors import BundleError, DeviceMissing, EngineError, SignatureError, WeightsError
+from nereid_backend.spec import ModelSpec, Program, TensorSpec, Weights
+
+W = np.arange(24, dtype=np.float32).reshape(4, 3, 2) / 8
+B = np.arange(6, dtype=np.float32).reshape(3, 2)
+FILE = "weights.safetensors"
+
+
+def affine(x: Any, w: Any, b: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.einsum("nc,cdk->ndk", x, w) + b
+
+
+def spec(inputs: Any, outputs: Any, sizes: Any = (None,), weights: Any = (), **options: Any) -> ModelSpec:
+    programs = tuple(Program("model.mlir" if s is None else f"model.b{s}.mlir", s) for s in sizes)
+    return ModelSpec("m", "stablehlo", "p", inputs, outputs, programs, Weights(FILE, tuple(weights)) if weights else None, **options)  # fmt: skip
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, export: Callable[..., bytes], rows: Any) -> tuple[ModelSpec, Path]:
+    for size in (1, 4):
+        data = export(affine, ((size, 4), np.float32), (W.shape, W.dtype), (B.shape, B.dtype))
+        (tmp_path / f"model.b{size}.mlir").write_bytes(data)
+    # the file's own order is another one than the argument order
+    weights_files.write(tmp_path / FILE, {"b": B, "w": W}, {"argument_order": json.dumps(["w", "b"])})
+    return spec((rows("x", "f32", 4),), (rows("y", "f32", 3, 2),), (1, 4), ("w", "b")), tmp_path
+
+
+def test_every_compiled_size_gives_the_exact_numbers(bundle: tuple[ModelSpec, Path]) -> None:
+    engine = StableHloEngine.load(*bundle)
+    for size in (4, 1, 4):
+        x = np.random.default_rng(size).integers(-4, 5, (size, 4)).astype(np.float32)
+        (y,) = engine.run([x])
+        assert (y.dtype, y.shape) == (np.float32, (size, 3, 2))
+        assert y.tolist() == (np.einsum("nc,cdk->ndk", x, W) + B).tolist()
+    engine.close()
+
+
+def test_the_weights_are_the_ones_of_the_file_after_it_is_gone(bundle: tuple[ModelSpec, Path]) -> None:
+    engine = StableHloEngine.load(*bundle)
+    (bundle[1] / FILE).unlink()
+    assert engine.run([np.zeros((1, 4), np.float32)])[0].tolist() == [B.tolist()]
+
+
+def test_results_stay_the_same_when_the_input_is_overwritten(bundle: tuple[ModelSpec, Path]) -> None:
+    engine = StableHloEngine.load(*bundle)
+    x = np.ones((4, 4), np.float32)
+    (first,) = engine.run([x])
+    before = first.tolist()
+    x[:] = 100
+    engine.run([x])
+    assert first.tolist() == before
+
+
+@pytest.mark.parametrize("token", [row.token for row in dtypes.TABLE if row.kserve])
+def test_every_wire_dtype_runs_exactly(tmp_path: Path, export: Callable[..., bytes], token: str) -> None:
+    dtype = dtypes.by_token(token).numpy
+    (tmp_path / "model.mlir").write_bytes(export(lambda x: x[::-1], ((5,), dtype)))
+    tensor = TensorSpec("x", token, (5,))
+    array = np.array([0, 1, 1, 0, 1]).astype(dtype)
+    (got,) = StableHloEngine.load(spec((tensor,), (tensor,)), tmp_path).run([array])
+    assert (got.dtype, got.tobytes()) == (dtype, array[::-1].tobytes())
+
+
+def test_64_bit_integers_are_not_narrowed(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    (tmp_path / "model.mlir").write_bytes(export(lambda x, w: x + w, ((2,), np.int64), ((), np.int64)))
+    weights_files.write(tmp_path / FILE, {"w": np.array(2**40)}, {"argument_order": '["w"]'})
+    tensor = TensorSpec("x", "i64", (2,))
+    (got,) = StableHloEngine.load(spec((tensor,), (tensor,), weights=["w"]), tmp_path).run([np.array([1, -(2**50)])])
+    assert got.tolist() == [2**40 + 1, 2**40 - 2**50]
+
+
+def test_several_results_come_in_program_order(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    (tmp_path / "model.mlir").write_bytes(export(lambda a, b: (a - b, a * b), ((), np.float32), ((), np.float32)))
+    scalar = TensorSpec("s", "f32", ())
+    engine = StableHloEngine.load(spec((scalar, scalar), (scalar, scalar)), tmp_path)
+    assert [r.tolist() for r in engine.run([np.array(5, np.float32), np.array(2, np.float32)])] == [3, 10]
+
+
+def test_two_engines_with_the_same_entry_name_do_not_mix(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    tensor = TensorSpec("x", "f32", (2,))
+    found = []
+    for name, function in (("a", lambda x: x + 1), ("b", lambda x: x * 10)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.mlir").write_bytes(export(function, ((2,), np.float32)))
+        found.append(StableHloEngine.load(spec((tensor,), (tensor,)), tmp_path / name))
+    x = np.array([1, 2], np.float32)
+    assert [engine.run([x])[0].tolist() for engine in found] == [[2, 3], [10, 20]]
+
+
+def test_a_batch_axis_elsewhere_picks_the_program(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    for size in (1, 3):
+        (tmp_path / f"model.b{size}.mlir").write_bytes(export(lambda x: x.sum(0), ((2, size), np.float32)))
+    tensors = (TensorSpec("x", "f32", (2, -1), 1),), (TensorSpec("y", "f32", (-1,), 0),)
+    engine = StableHloEngine.load(spec(*tensors, (1, 3)), tmp_path)
+    assert [engine.run([np.ones((2, n), np.float32)])[0].tolist() for n in (1, 3)] == [[2], [2, 2, 2]]
+
+
+def test_a_device_that_is_not_there_is_refused_with_how_many_there_are(bundle: tuple[ModelSpec, Path]) -> None:
+    import jax
+
+    if any(device.platform != "cpu" for device in jax.devices()):
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(DeviceMissing, match=r"device 'cuda:7' is not there: jax sees 0 cuda device\(s\)"):
+        StableHloEngine.check_device("cuda:7")
+    from dataclasses import replace
+
+    with pytest.raises(DeviceMissing, match="device 'cuda' is not there"):
+        StableHloEngine.load(replace(bundle[0], device="cuda"), bundle[1])
+    StableHloEngine.check_device("cpu")  # and the CPU still works afterwards
+
+
+def test_a_damaged_weights_file_is_refused_at_load(bundle: tuple[ModelSpec, Path]) -> None:
+    path = bundle[1] / FILE
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(WeightsError, match="truncated"):
+        StableHloEngine.load(*bundle)
+
+
+def test_a_failing_program_is_an_engine_error_with_one_line(bundle: tuple[ModelSpec, Path]) -> None:
+    engine = StableHloEngine.load(*bundle)
+    engine._weights = [*engine._weights[:1], np.zeros((9, 9), np.float32)]
+    with pytest.raises(EngineError, match="the StableHLO program failed") as caught:
+        engine.run([np.zeros((1, 4), np.float32)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_tells_its_own_signature(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    data = export(lambda x, w: (x.astype("bfloat16"), w > 0), ((2, 3), np.float64), ((), np.uint8))
+    path = tmp_path / "model.mlir"
+    path.write_bytes(data)
+    module = read_module(path)
+    assert module.data == data
+    assert module.arguments == (Argument("f64", (2, 3)), Argument("u8", ()))
+    assert module.results == (Argument("bf16", (2, 3)), Argument("bool", ()))
+
+
+TEXT = "func.func @main(%a: tensor<2xf32>) -> tensor<2xf32> {{ {body} return %a : tensor<2xf32> }}"
+
+
+def test_text_and_bytecode_of_mlir_are_read_too(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    path = tmp_path / "model.mlir"
+    path.write_text(TEXT.format(body=""))
+    tensor = TensorSpec("x", "f32", (2,))
+    assert read_module(path).arguments == (Argument("f32", (2,)),)
+    (got,) = StableHloEngine.load(spec((tensor,), (tensor,)), tmp_path).run([np.array([1, 2], np.float32)])
+    assert got.tolist() == [1, 2]
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+
+    with mlir.make_ir_context() as context, path.open("wb") as file:
+        ir.Module.parse(TEXT.format(body=""), context).operation.write_bytecode(file)
+    assert read_module(path).arguments == (Argument("f32", (2,)),)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "has no function 'main'|is not a StableHLO module"),
+        (b"garbage", "is not a StableHLO module"),
+        (bytes(range(256)), "is not a StableHLO module"),
+        (b"ML\xefR\x0dStableHLO_v1.0.0\x00garbage", "is not a StableHLO module"),
+        (b"ML\xefRgarbage", "is not a StableHLO module"),
+        (TEXT.format(body="").replace("main", "other").encode(), "has no function 'main'"),
+        (b"func.func @main(%a: tensor<?xf32>) -> tensor<?xf32> { return %a : tensor<?xf32> }",
+         r"argument 0 is tensor<\?xf32>; export one static program"),
+        (b"func.func @main(%a: tensor<2xf32>, %b: tensor<*xf32>) -> tensor<2xf32> { return %a : tensor<2xf32> }",
+         "argument 1"),
+        (b"func.func @main(%a: tuple<tensor<2xf32>>) -> tuple<tensor<2xf32>> { return %a : tuple<tensor<2xf32>> }",
+         "argument 0 is tuple<tensor<2xf32>>, only tensors are supported"),
+        (b"func.func @main(%a: tensor<2xcomplex<f32>>) -> tensor<2xcomplex<f32>> { return %a : tensor<2xcomplex<f32>> }",
+         "complex<f32>"),
+        (b"module attributes {mhlo.num_partitions = 2 : i32} { " + TEXT.format(body="").encode() + b" }",
+         r"is sharded \(mhlo\.num_partitions > 1\)"),
+        (b"module attributes {mhlo.num_replicas = 4 : i32} { " + TEXT.format(body="").encode() + b" }",
+         r"is sharded \(mhlo\.num_replicas > 1\)"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_servable_program_is_refused_by_name(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "model.b1.mlir"
+    path.write_bytes(content)
+    with pytest.raises(SignatureError, match=words) as caught:
+        read_module(path)
+    assert str(caught.value).startswith("model.b1.mlir: ")
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_a_truncated_artifact_is_refused(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    data = export(lambda x: x + 1, ((2,), np.float32))
+    path = tmp_path / "model.mlir"
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(SignatureError, match="is not a StableHLO module that this jax can read"):
+        read_module(path)
+
+
+def test_a_missing_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SignatureError, match=r"model\.mlir: cannot be read \(No such file"):
+        read_module(tmp_path / "model.mlir")
+
+
+def test_an_export_for_several_platforms_is_refused(tmp_path: Path, export: Callable[..., bytes]) -> None:
+    path = tmp_path / "model.mlir"
+    path.write_bytes(export(lambda x: x + 1, ((2,), np.float32), platforms=["cpu", "cuda"]))
+    with pytest.raises(SignatureError, match="was exported for several platforms"):
+        read_module(path)
+
+
+def test_an_export_with_symbolic_sizes_is_refused(tmp_path: Path) -> None:
+    import jax
+    import jax.export
+
+    shape = jax.export.symbolic_shape("n, 4")
+    exported = jax.export.export(jax.jit(lambda x: x + 1), platforms=["cpu"])(jax.ShapeDtypeStruct(shape, np.float32))
+    path = tmp_path / "model.mlir"
+    path.write_bytes(exported.mlir_module_serialized)
+    with pytest.raises(SignatureError, match="export one static program per batch size"):
+        read_module(path)
+
+
+def test_reading_a_module_raises_bundle_errors_only_for_random_changes(
+    tmp_path: Path, export: Callable[..., bytes]
+) -> None:
+    data = bytearray(export(lambda x: x + 1, ((2,), np.float32)))
+    path, rng, outcomes = tmp_path / "model.mlir", np.random.default_rng(0), []
+    for _ in range(30):
+        changed = bytearray(data)
+        for position in rng.integers(0, len(data), 3):
+            changed[position] ^= int(rng.integers(1, 256))
+        path.write_bytes(changed)
+        try:
+            outcomes.append(read_module(path).arguments)
+        except BundleError as error:
+            outcomes.append(str(error)[:10])  # noqa: PT017 - some changes are harmless
+    assert set(outcomes) >= {"model.mlir"}
+
+
+@pytest.mark.parametrize("setting", ["NEREID_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_compiled_programs_are_cached_in_a_private_folder_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.delenv("NEREID_CACHE_DIR", raising=False)
+    monkeypatch.setenv(setting, str(tmp_path))
+    expected = tmp_path / ("xla" if setting == "NEREID_CACHE_DIR" else "nereid/xla")
+    assert stablehlo._compilation_cache() == expected
+    assert expected.stat().st_mode & 0o777 == 0o700
+    expected.chmod(0o777)  # compiled code that anyone may replace is not loaded
+    assert stablehlo._compilation_cache() is None
+
+
+def test_a_cache_that_cannot_be_made_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(tmp_path / "file"))
+    assert stablehlo._compilation_cache() is None

@@ -1,0 +1,104 @@
+"""``nereid serve`` as a process of its own, and a client of its Checkpoint stream, for tests of the whole."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from native_service.proto import inference_pb2 as pb
+
+READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
+
+
+class Served:
+    """A ``nereid serve`` process and what its state file says."""
+
+    def __init__(self, folder: Path, *arguments: str, wait: bool = True) -> None:
+        self.state_file = folder / f"state-{time.monotonic_ns()}.json"
+        command = [sys.executable, "-m", "native_service.cli", "serve", *arguments, "--state", str(self.state_file)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.state: dict[str, Any] = {}
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not self.state_file.exists():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "not ready in time"
+            time.sleep(0.05)
+        self.state = json.loads(self.state_file.read_text())
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=STOP_TIMEOUT_S)
+        return self.process.returncode, output
+
+    def descendants(self) -> set[int]:
+        """Every process that carries this supervisor's mark or descends from it."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    continue
+                children.setdefault(parent, []).append(int(entry.name))
+        found: set[int] = set()
+        front = [self.process.pid]
+        while front:
+            front = [child for pid in front for child in children.get(pid, ())]
+            found.update(front)
+        return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    living = set()
+    for pid in pids:
+        try:
+            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                living.add(pid)
+        except OSError:
+            continue
+    return living
+
+
+def our_shared_memory(pid: int) -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"nereid-*-{pid}-*")]
+
+
+def checkpoint(served: Served, messages: list[Any]) -> list[Any]:
+    with grpc.insecure_channel(served.state["native"]) as channel:
+        call = channel.stream_stream(
+            "/inference.Nereid/Checkpoint",
+            request_serializer=pb.CheckpointRequest.SerializeToString,
+            response_deserializer=pb.CheckpointResponse.FromString,
+        )
+        return list(call(iter(messages), timeout=30))
+
+
+def meta(model: str) -> Any:
+    return pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=model))
+
+
+def chunk(shape: list[int], data: bytes, *, end: bool = True) -> Any:
+    return pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=data, end_of_tensor=end))
+
+
+def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
+    """The output and its bytes, after checking that the parts come in their order."""
+    kinds = ["output" if r.HasField("output_chunk") else "done" if r.done else "text" for r in responses]
+    assert kinds == ["text", *["output"] * (len(kinds) - 2), "done"]
+    assert responses[-1].exit_code == 0
+    chunks = [r.output_chunk for r in responses[1:-1]]
+    assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
+    assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    return list(chunks[0].shape), b"".join(c.data for c in chunks)
