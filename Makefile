@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
 SOURCES := nereid_backend converters native_service tests
+# What must hold on both numpy generations.
+BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py
 
 .PHONY: install demo serve test lint bench clean
 
@@ -17,23 +19,24 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.demo
 	$(BIN)/python tests/demo/run.py --serve
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)-numpy2/.test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+	$(VENV)-numpy2/bin/python -m pytest $(BOTH_NUMPYS)
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 
 clean:
-	rm -rf $(VENV) bundles
+	rm -rf $(VENV) $(VENV)-numpy2 bundles
 
-$(VENV)/.venv:
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "nereid needs CPython 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip  # old resolvers search for minutes
+$(VENV)/.venv $(VENV)-numpy2/.venv:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "nereid needs CPython 3.11 or newer; this is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip  # old resolvers search for minutes
 	touch $@
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
@@ -46,4 +49,9 @@ $(VENV)/.demo: $(VENV)/.installed
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable '.[jax,torch,onnx,serve,demo,dev]'
+	touch $@
+
+$(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
+	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-numpy2.txt \
+		--editable '.[jax,torch,onnx,serve,dev]'
 	touch $@
