@@ -98,12 +98,16 @@ class TritonPythonModel:
             accepted.append(index)
             inputs.append(arrays)
         for index, result in zip(accepted, self._run_all(inputs, rows), strict=True):
-            responses[index] = (
-                self._report(requests[index], result)
-                if isinstance(result, Exception)
-                else pb_utils.InferenceResponse(self._write_outputs(result))
-            )
+            responses[index] = self._respond(requests[index], result)
         return responses
+
+    def _respond(self, request: Any, result: list[Array] | Exception) -> Any:
+        if not isinstance(result, Exception):
+            try:
+                return pb_utils.InferenceResponse(self._write_outputs(result))
+            except Exception as error:  # noqa: BLE001 - outputs that cannot be handed over fail their own request only
+                result = error
+        return self._report(request, result)
 
     def finalize(self) -> None:
         self._engine.close()

@@ -15,7 +15,10 @@ BF16, any    a DLPack capsule read by us: numpy has no  a DLPack capsule written
 ===========  =========================================  ==========================================
 
 From 2.52 on the plain calls are exact under numpy 2 as well, and so is DLPack, so the numpy generation alone decides.
-Read-only arrays (numpy views of JAX results) leave through our own capsule too: numpy refuses to export them.
+
+Capsules towards Triton are our own. numpy refuses to export a read-only array, which a view of a JAX result is; Triton
+ignores strides; and its stub renames a consumed capsule in a way that makes numpy's destructor complain on stderr, once
+per tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from nereid_backend.spec import TensorSpec
 Array = np.ndarray[Any, Any]
 
 _KIND_INT, _KIND_UINT, _KIND_FLOAT, _KIND_BFLOAT, _KIND_BOOL = 0, 1, 2, 4, 6
-_KINDS = {"i": _KIND_INT, "u": _KIND_UINT, "f": _KIND_FLOAT, "b": _KIND_BOOL}
+# By numpy's kind; ml_dtypes declares bfloat16 as V, and nothing else of the kind gets here.
+_KINDS = {"i": _KIND_INT, "u": _KIND_UINT, "f": _KIND_FLOAT, "b": _KIND_BOOL, "V": _KIND_BFLOAT}
 _CPU = 1
 
 
@@ -81,19 +85,19 @@ _release = _Deleter(_drop)
 
 
 class Capsule:
-    """A C-contiguous CPU array as a DLPack producer, whatever its dtype and writability."""
+    """An array as a C-contiguous DLPack producer on the CPU, whatever its dtype, strides and writability."""
 
     __slots__ = ("_array",)
 
     def __init__(self, array: Array) -> None:
-        self._array = array
+        self._array = np.ascontiguousarray(array)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CPU, 0
 
     def __dlpack__(self, **_: Any) -> Any:
         array = self._array
-        kind = _KIND_BFLOAT if array.dtype.name == "bfloat16" else _KINDS[array.dtype.kind]
+        kind = _KINDS[array.dtype.kind]
         shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
         managed = _DLManagedTensor()
         tensor = managed.dl_tensor
@@ -142,14 +146,6 @@ class TensorAccess:
     def writer(self, spec: TensorSpec) -> Callable[[Array], Any]:
         """A function from an array to the output tensor ``spec``; strided arrays arrive exact."""
         tensor, name = self._tensor, spec.name
-        if spec.dtype == "bf16":
-            return lambda array: tensor.from_dlpack(name, Capsule(np.ascontiguousarray(array)))
-        if self._dlpack:
-            return lambda array: tensor.from_dlpack(name, _exportable(array))
+        if self._dlpack or spec.dtype == "bf16":
+            return lambda array: tensor.from_dlpack(name, Capsule(array))
         return lambda array: tensor(name, array)
-
-
-def _exportable(array: Array) -> Any:
-    """``array`` as a DLPack producer Triton reads right: contiguous, because it ignores strides."""
-    array = np.ascontiguousarray(array)
-    return array if array.flags.writeable else Capsule(array)

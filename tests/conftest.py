@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Coroutine, Iterator
@@ -26,11 +27,17 @@ class RealTriton:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server: Any = None
+        self.printed: list[str] = []
+        """What the model processes wrote to stdout and stderr."""
 
     def start(self) -> None:
         from native_service import embedded_triton
         from native_service.triton_process import TritonServer
 
+        handler = logging.Handler()
+        handler.emit = lambda record: self.printed.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("nereid.models").addHandler(handler)
+        logging.getLogger("nereid.models").setLevel(logging.INFO)
         self._thread.start()
         install = self._do(embedded_triton.find())
         prefix = f"nereid-test-{os.getpid()}-"

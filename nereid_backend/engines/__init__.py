@@ -88,7 +88,7 @@ def import_library(engine: str) -> Any:
 def parse_device(device: str) -> tuple[str, int]:
     """``cpu`` -> ("cpu", 0); ``cuda`` -> ("cuda", 0); ``cuda:1`` -> ("cuda", 1). Raises BundleError."""
     kind, _, index = device.partition(":")
-    if kind == "cpu" and not index:
+    if device == "cpu":
         return "cpu", 0
     if kind == "cuda" and (device == "cuda" or index.isdecimal()):
         return "cuda", int(index or 0)

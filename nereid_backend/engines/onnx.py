@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +109,7 @@ class OnnxEngine:
         }
         bfloat16 = dtypes.by_token("bf16").numpy
         results = self._session.run_with_ort_values(self._outputs, feed)
-        return [
-            np.asarray(r.numpy()).view(bfloat16) if r.data_type() == "tensor(bfloat16)" else r.numpy() for r in results
-        ]
+        return [_read_bf16(r, bfloat16) if r.data_type() == "tensor(bfloat16)" else r.numpy() for r in results]
 
     def close(self) -> None:
         self._session = None
@@ -140,6 +139,14 @@ def _port(node: Any) -> Port:
             f"ONNX tensor {node.name!r} has type {node.type}; only tensors of numbers are supported"
         ) from None
     return Port(node.name, dtype.token, tuple(node.shape))
+
+
+def _read_bf16(value: Any, dtype: np.dtype[Any]) -> Array:
+    """A copy of a BF16 OrtValue on the CPU, whose own ``numpy()`` refuses the type."""
+    array = np.empty(value.shape(), dtype)
+    if array.nbytes:
+        ctypes.memmove(array.ctypes.data, value.data_ptr(), array.nbytes)
+    return array
 
 
 def _message(error: Exception) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from nereid_backend import dtypes, safetensors
 from nereid_backend.cache import cache_folder
 from nereid_backend.engines import Array, import_library, parse_device
-from nereid_backend.errors import DeviceMissing, EngineError, SettingsError, SignatureError
+from nereid_backend.errors import BundleError, DeviceMissing, EngineError, SettingsError, SignatureError
 from nereid_backend.spec import ModelSpec
 
 ENTRY = "main"
@@ -100,7 +100,11 @@ def _argument(kind: Any, name: str, role: str, index: int) -> Argument:
         raise SignatureError(f"{name}: {role} {index} is {kind}, only tensors are supported") from None
     if not ranked.has_static_shape:
         raise SignatureError(f"{name}: {role} {index} is {kind}; export one static program per batch size")
-    return Argument(dtypes.by_stablehlo(str(ranked.element_type)).token, tuple(ranked.shape))
+    try:
+        dtype = dtypes.by_stablehlo(str(ranked.element_type))
+    except BundleError as error:
+        raise SignatureError(f"{name}: {role} {index}: {error}") from None
+    return Argument(dtype.token, tuple(ranked.shape))
 
 
 def _make_primitive() -> Any:

@@ -51,7 +51,7 @@ class TorchScriptEngine:
         with torch.inference_mode():
             try:
                 result = self._module(*(self._to_torch(array) for array in inputs))
-            except RuntimeError as error:  # TorchScript wraps every failure of the model in one
+            except (RuntimeError, torch.jit.Error) as error:  # what the model raises itself comes as the latter
                 raise EngineError(f"the TorchScript module failed: {_last_line(error)}") from error
         outputs = [result] if isinstance(result, torch.Tensor) else result
         if not isinstance(outputs, list | tuple) or not all(isinstance(o, torch.Tensor) for o in outputs):

@@ -14,7 +14,7 @@ from converters import weights as weights_files
 from nereid_backend import dtypes
 from nereid_backend.engines import stablehlo
 from nereid_backend.engines.stablehlo import Argument, StableHloEngine, read_module
-from nereid_backend.errors import BundleError, DeviceMissing, EngineError, SignatureError, WeightsError
+from nereid_backend.errors import DeviceMissing, EngineError, SignatureError, WeightsError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec, Weights
 
 W = np.arange(24, dtype=np.float32).reshape(4, 3, 2) / 8
@@ -234,33 +234,16 @@ def test_an_export_with_symbolic_sizes_is_refused(tmp_path: Path) -> None:
         read_module(path)
 
 
-def test_reading_a_module_raises_bundle_errors_only_for_random_changes(
-    tmp_path: Path, export: Callable[..., bytes]
-) -> None:
-    data = bytearray(export(lambda x: x + 1, ((2,), np.float32)))
-    path, rng, outcomes = tmp_path / "model.mlir", np.random.default_rng(0), []
-    for _ in range(30):
-        changed = bytearray(data)
-        for position in rng.integers(0, len(data), 3):
-            changed[position] ^= int(rng.integers(1, 256))
-        path.write_bytes(changed)
-        try:
-            outcomes.append(read_module(path).arguments)
-        except BundleError as error:
-            outcomes.append(str(error)[:10])  # noqa: PT017 - some changes are harmless
-    assert set(outcomes) >= {"model.mlir"}
-
-
 @pytest.mark.parametrize("setting", ["NEREID_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_compiled_programs_are_cached_in_a_private_folder_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.delenv("NEREID_CACHE_DIR", raising=False)
-    monkeypatch.setenv(setting, str(tmp_path))
-    expected = tmp_path / ("xla" if setting == "NEREID_CACHE_DIR" else "nereid/xla")
-    assert stablehlo._compilation_cache() == expected
-    assert expected.stat().st_mode & 0o777 == 0o700
-    expected.chmod(0o777)  # compiled code that anyone may replace is not loaded
+    monkeypatch.setenv(setting, str(tmp_path / "cache"))
+    root = tmp_path / ("cache" if setting == "NEREID_CACHE_DIR" else "cache/nereid")
+    assert stablehlo._compilation_cache() == root / "xla"
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o777)  # compiled code that anyone may replace is not loaded
     assert stablehlo._compilation_cache() is None
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def test_an_engine_without_its_library_says_so_at_load_and_at_check(name: str, m
     cls = engine_class(name)
     broken = EngineEntry(entry.module, entry.class_name, "a_library_nobody_has", entry.extra, "")
     monkeypatch.setitem(engines.ENGINES, name, broken)
-    for call in (lambda: cls.load(ModelSpec("m", name, "p", (), (), (Program("f"),)), None), lambda: cls.check_device("cpu")):  # fmt: skip
+    for call in (lambda: cls.load(ModelSpec("m", name, "p", (), (), (Program("f"),)), Path()), lambda: cls.check_device("cpu")):  # fmt: skip
         with pytest.raises(EngineMissing, match=re.escape(f"[{entry.extra}]")):
             call()
 

@@ -120,6 +120,7 @@ def test_random_bytes_of_every_dtype_come_back_exactly(triton: Any, identities: 
         for o, d in zip(response.outputs, response.raw_output_contents, strict=True)
     }
     assert got == {name.replace("in_", "out_"): value for name, value in sent.items()}
+    assert [line for line in triton.printed if "Error" in line] == []
 
 
 def test_zero_rows_come_back_as_zero_rows(triton: Any) -> None:

@@ -75,14 +75,13 @@ def test_a_producer_says_it_is_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("row", [*PLAIN, dtypes.by_token("bf16")], ids=lambda row: row.token)
-@pytest.mark.parametrize("layout", ["plain", "strided", "reversed", "read-only", "scalar", "empty"])
+@pytest.mark.parametrize("layout", ["plain", "strided", "reversed", "read-only", "empty"])
 def test_an_output_of_any_layout_arrives_exact(pb_utils: Any, row: dtypes.DType, layout: str) -> None:
     array = {
         "plain": lambda a: a,
         "strided": lambda a: a[:, ::2].T,
         "reversed": lambda a: a[::-1],
         "read-only": lambda a: a,
-        "scalar": lambda a: a[0, 0].reshape(()),
         "empty": lambda a: a[:0],
     }[layout](filled(row, 4, 6))
     if layout == "read-only":

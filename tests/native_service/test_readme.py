@@ -1,0 +1,49 @@
+"""The README's Python runs as written, against the demo's models."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from serving import Served
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.triton
+def test_the_client_in_the_readme_classifies_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run([sys.executable, ROOT / "tests" / "demo" / "make_models.py", tmp_path / "bundles"], check=True)
+    server = Served(tmp_path, str(tmp_path / "bundles"), "--bind", "127.0.0.1:0")
+    try:
+        server.state_file.rename(tmp_path / "state.json")
+        monkeypatch.chdir(tmp_path)
+        names: dict[str, Any] = {}
+        (block,) = blocks("python")
+        exec(block, names)
+        names["client"].close()
+    finally:
+        server.end()
+    local = np.load(tmp_path / "bundles" / "digits" / "local_jax.npy")
+    np.testing.assert_allclose(names["probabilities"], local[:2], atol=1e-5)
+
+
+def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
+    from native_service import settings
+
+    (block,) = blocks("yaml")
+    (tmp_path / "bundles").mkdir()
+    (tmp_path / "nereid.yaml").write_text(block)
+    loaded = settings.load(tmp_path / "nereid.yaml")
+    raw = yaml.safe_load(block)
+    assert str(loaded.server.bind) == raw["server"]["bind_addr"]
+    assert [model.name for model in loaded.models] == ["digits"]

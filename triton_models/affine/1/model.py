@@ -1,0 +1,1 @@
+from nereid_backend.model import TritonPythonModel as TritonPythonModel
