@@ -27,6 +27,7 @@ FLAT_INPUT, FLAT_OUTPUT = "input", "output"
 
 _TOP_KEYS = ("input_shape", "output_shape", "data_type", "max_batch_size")
 _TENSOR_KEYS = ("name", "data_type", "dims")
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ def parse(text: str) -> Contract:
 
 def _contract(raw: Mapping[str, Any]) -> Contract:
     size = raw.get("max_batch_size", 0)
-    if size < 0:
-        raise ContractError(f"max_batch_size must be >= 0, got {size}")
+    if not 0 <= size <= _MAX_INT32:  # an int32 in Triton's configuration
+        raise ContractError(f"max_batch_size must be >= 0 and <= {_MAX_INT32}, got {size}")
     if raw.get("input") or raw.get("output"):
         for key in ("input_shape", "output_shape", "data_type"):
             if key in raw:
@@ -117,8 +118,10 @@ def _dims(values: list[int], where: str) -> tuple[int, ...]:
     if not values:
         raise ContractError(f"{where} is empty; list at least one dimension")
     for value in values:
-        if value != VARIABLE and value < 1:
-            raise ContractError(f"{where} has {value}; dimensions are -1 or >= 1 and exclude the batch")
+        if value != VARIABLE and not 1 <= value <= _MAX_INT32:
+            raise ContractError(
+                f"{where} has {value}; dimensions are -1 or >= 1 (and <= {_MAX_INT32}) and exclude the batch"
+            )
     return tuple(values)
 
 

@@ -55,9 +55,15 @@ def read(path: Path, name: str, device: str, max_batch_size: int | None) -> Prep
     batched = spec(limit)
     if limit < 2:
         return Prepared(batched, files)
-    learned = trial.learn(batched, path.parent, [OpenOutput(t.name, t.dtype, t.row_shape) for t in batched.outputs])
-    one_axis = len({axis for axis in first_axes if axis is not None}) <= 1
-    if not learned.coalesce and not one_axis and max_batch_size is None:
+    # Is the batch only a guess? Then an output that does not have it shows that the guess is wrong.
+    guessed = max_batch_size is None and len({axis for axis in first_axes if axis is not None}) > 1
+    try:
+        learned = trial.learn(batched, path.parent, [OpenOutput(t.name, t.dtype, t.row_shape) for t in batched.outputs])
+    except BundleError:
+        if not guessed:
+            raise
+        learned = None
+    if learned is None or (guessed and not learned.coalesce):
         return Prepared(spec(0), files, ("the first axes have different names and no common meaning: not batched",))
     return Prepared(learned.complete(batched), files, learned.notes)
 

@@ -18,7 +18,7 @@ import yaml
 
 from converters.yaml12 import load_yaml
 from nereid_backend import dtypes
-from nereid_backend.errors import BundleError, ManifestError
+from nereid_backend.errors import BundleError, ManifestError, short_repr
 from nereid_backend.spec import VARIABLE, TensorSpec
 
 MANIFEST_FILE = "manifest.yaml"
@@ -87,6 +87,8 @@ def read(path: Path, *, has_hook: bool) -> Manifest:
         where = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not UTF-8 text"
         raise ManifestError(f"{path.name}{where}: is not YAML ({problem}); correct the line") from None
+    except ValueError as error:  # a scalar that looks like a date or a number and is none
+        raise ManifestError(f"{path.name}: is not YAML ({error}); quote the value") from None
     return parse(raw, has_hook=has_hook)
 
 
@@ -96,6 +98,9 @@ def parse(raw: Any, *, has_hook: bool) -> Manifest:
         raise ManifestError(f"manifest must be a mapping, got {_kind(raw)}")
     if "format_version" not in raw:
         raise ManifestError("manifest is missing 'format_version'; write format_version: \"2.1\"")
+    version = raw["format_version"]
+    if not isinstance(version, str | int | float):
+        raise ManifestError(f'manifest has unsupported format_version {short_repr(version)}; write "2.1"')
     name, kind = raw.get("name", ""), raw.get("kind", "model")
     if not isinstance(name, str):
         raise ManifestError(f"manifest 'name' must be a string, got {_kind(name)}")
@@ -114,12 +119,12 @@ def parse(raw: Any, *, has_hook: bool) -> Manifest:
         weights_file=_weights_file(raw.get("weights_file", DEFAULT_WEIGHTS_FILE)),
         options=_options(raw.get("nereid", {})),
     )
-    _validate(manifest, str(raw["format_version"]), has_hook)
+    _validate(manifest, str(version), has_hook)
     return manifest
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {short_repr(value)}"
 
 
 def _tensors(raw: Mapping[str, Any], key: str, *, required: bool) -> tuple[ManifestTensor, ...]:
@@ -172,7 +177,7 @@ def _check_shape(letters: str, dims: Mapping[Any, Any], where: str) -> None:
         raise ManifestError(f"{where}: shape {letters!r} has more than one batch axis (n and b both mark it)")
     for key, size in dims.items():
         if not isinstance(key, str) or len(key) != 1 or key not in string.ascii_letters:
-            raise ManifestError(f"{where}: dims key {key!r} is not a single ASCII letter")
+            raise ManifestError(f"{where}: dims key {short_repr(key)} is not a single ASCII letter")
         if key in BATCH_LETTERS:
             raise ManifestError(f"{where}: dims must not give the batch axis {key!r} a size")
         if type(size) is not int:
@@ -196,7 +201,7 @@ def _batch_sizes(raw: Any) -> tuple[int, ...]:
     sizes = [] if sizes is None else sizes
     if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
         raise ManifestError(
-            f"manifest 'batching.compiled_batch_sizes' must be a list of positive integers, got {sizes!r}"
+            f"manifest 'batching.compiled_batch_sizes' must be a list of positive integers, got {short_repr(sizes)}"
         )
     return tuple(sizes)
 
@@ -209,7 +214,9 @@ def _input_shapes(raw: Any) -> tuple[Mapping[str, int], ...]:
     for entry in raw:
         for letter, size in entry.items():
             if type(size) is not int or size <= 0:
-                raise ManifestError(f"manifest 'input_shapes': size of {letter!r} must be > 0, got {size!r}")
+                raise ManifestError(
+                    f"manifest 'input_shapes': size of {short_repr(letter)} must be > 0, got {short_repr(size)}"
+                )
     return tuple(dict(entry) for entry in raw)
 
 
@@ -220,12 +227,12 @@ def _calls(raw: Any) -> tuple[str, ...]:
     if not isinstance(calls, list):
         raise ManifestError(f"manifest 'meta.calls' must be a list, got {_kind(calls)}")
     if not all(isinstance(call, str) for call in calls):
-        raise ManifestError(f"manifest 'meta.calls' entries must be strings, got {calls!r}")
+        raise ManifestError(f"manifest 'meta.calls' entries must be strings, got {short_repr(calls)}")
     return tuple(calls)
 
 
 def _weights_file(raw: Any) -> str:
-    if not isinstance(raw, str) or not raw or Path(raw).name != raw:
+    if not isinstance(raw, str) or not raw or Path(raw).name != raw or raw == "..":
         raise ManifestError(f"manifest 'weights_file' must be a file name inside the bundle, got {_kind(raw)}")
     return raw
 
@@ -283,10 +290,12 @@ def _validate_model(manifest: Manifest, has_hook: bool) -> None:
     for entry in manifest.input_shapes:
         if missing := sorted(variable - set(entry)):
             raise ManifestError(
-                f"manifest 'input_shapes' entry {dict(entry)} is missing a size for variable axis {missing}"
+                f"manifest 'input_shapes' entry {short_repr(dict(entry))} is missing a size for variable axis {missing}"
             )
         if extra := sorted(set(map(str, entry)) - variable):
-            raise ManifestError(f"manifest 'input_shapes' entry {dict(entry)} names non-variable axes {extra}")
+            raise ManifestError(
+                f"manifest 'input_shapes' entry {short_repr(dict(entry))} names non-variable axes {extra}"
+            )
     keys = manifest.variant_keys
     if len(set(keys)) != len(keys):
         raise ManifestError("manifest 'input_shapes' has duplicate entries")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nereid_backend.errors import short_repr
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
-
-_GOT_LIMIT = 60
 
 # pydantic's error type -> the rule in our words; {x} come from the error's own context.
 _RULES = {
@@ -42,7 +42,7 @@ def describe(path: Path, error: ValidationError) -> Iterator[str]:
             rule = f"is not valid ({problem['msg']})"
         key = _key(problem["loc"])
         # A rule about several keys sits on their section and names them itself.
-        got = "" if kind in _WITHOUT_GOT or _is_section(problem["input"]) else f", got {_short(problem['input'])}"
+        got = "" if kind in _WITHOUT_GOT or _is_section(problem["input"]) else f", got {short_repr(problem['input'])}"
         yield f"{path}: {key} {rule}{got}" if key and not _is_rule_of_section(problem) else f"{path}: {rule}{got}"
 
 
@@ -59,8 +59,3 @@ def _key(location: tuple[int | str, ...]) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _GOT_LIMIT else text[: _GOT_LIMIT - 3] + "..."

@@ -8,7 +8,14 @@ was expected, what was found and what to do, and never a server path or a traceb
 
 from __future__ import annotations
 
-from typing import ClassVar
+import reprlib
+from typing import Any, ClassVar
+
+
+def short_repr(value: Any) -> str:
+    """``repr`` for a message, at most 60 characters: YAML aliases can make a small file print gigabytes."""
+    text = reprlib.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class NereidError(Exception):

@@ -90,7 +90,7 @@ class Capsule:
     __slots__ = ("_array",)
 
     def __init__(self, array: Array) -> None:
-        self._array = np.ascontiguousarray(array)
+        self._array = np.asarray(array, order="C")  # ascontiguousarray makes a scalar one-dimensional
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CPU, 0

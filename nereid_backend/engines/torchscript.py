@@ -74,7 +74,10 @@ class TorchScriptEngine:
         if tensor.dtype is self._torch.bfloat16:
             raw: Array = tensor.view(self._torch.int16).numpy()
             return raw.view(dtypes.by_token("bf16").numpy)
-        array: Array = tensor.numpy()
+        try:
+            array: Array = tensor.numpy()
+        except TypeError as error:
+            raise EngineError(f"the TorchScript module returned {tensor.dtype}, which numpy does not have") from error
         return array
 
 

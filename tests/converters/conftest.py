@@ -46,7 +46,13 @@ def write_program(path: Path, function: Callable[..., Any], *arguments: tuple[Se
     path.write_bytes(exported.mlir_module_serialized)
 
 
-def write_weights(folder: Path, tensors: Mapping[str, np.ndarray], order: Any = None, axis_order: str | None = "xla", file: str = "weights.safetensors") -> None:  # fmt: skip
+def write_weights(
+    folder: Path,
+    tensors: Mapping[str, np.ndarray],
+    order: Any = None,
+    axis_order: str | None = "xla",
+    file: str = "weights.safetensors",
+) -> None:
     metadata = {"argument_order": json.dumps(list(tensors) if order is None else order)}
     if axis_order is not None:
         metadata["axis_order"] = axis_order
@@ -87,7 +93,14 @@ def make_onnx(tmp_path: Path) -> Callable[..., Path]:
     """An ONNX file of nodes given as (operator, inputs, outputs)."""
     onnx = pytest.importorskip("onnx")
 
-    def make(nodes: Any, inputs: Any, outputs: Any, path: Path | None = None, constants: Mapping[str, Any] | None = None, **attributes: Any) -> Path:  # fmt: skip
+    def make(
+        nodes: Any,
+        inputs: Any,
+        outputs: Any,
+        path: Path | None = None,
+        constants: Mapping[str, Any] | None = None,
+        **attributes: Any,
+    ) -> Path:
         graph = onnx.helper.make_graph(
             [onnx.helper.make_node(op, i, o, **attributes) for op, i, o in nodes],
             "g",

@@ -16,7 +16,10 @@ WIRE = {row.token: row.kserve for row in dtypes.TABLE if row.kserve}
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 dims = st.lists(st.integers(-1, 9).filter(bool), min_size=1, max_size=4).map(tuple)
 tensors = st.lists(
-    st.builds(ContractTensor, names, st.sampled_from(list(WIRE)), dims), min_size=1, max_size=3, unique_by=lambda t: t.name
+    st.builds(ContractTensor, names, st.sampled_from(list(WIRE)), dims),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda t: t.name,
 )
 sizes = st.integers(0, 64)
 
@@ -36,7 +39,11 @@ def blocks(contract: Contract, quote: str, separator: str) -> list[str]:
     parts = []
     for kind, listed in (("input", contract.inputs), ("output", contract.outputs)):
         for t in listed:
-            fields = [f"name: {quote}{t.name}{quote}", f"data_type: {quote}{WIRE[t.dtype]}{quote}", f"dims: {list(t.dims)}"]
+            fields = [
+                f"name: {quote}{t.name}{quote}",
+                f"data_type: {quote}{WIRE[t.dtype]}{quote}",
+                f"dims: {list(t.dims)}",
+            ]
             parts.append(separator.join([f"{kind} {{", *fields, "}"]))
     return parts
 
@@ -60,14 +67,21 @@ def test_both_notations_of_a_contract_mean_the_same(contract: Contract, one_line
 def test_the_two_notations_of_the_upstream_examples() -> None:
     a, b = (ContractTensor(n, "f32", (4,)) for n in "ab")
     expected = Contract((a, b), (ContractTensor("sum", "i64", (-1, 2)),), 4, False)
-    assert parse(
-        'max_batch_size: 4\ninput {\n  name: "a"\n  data_type: "FP32"\n  dims: [4]\n}\ninput{\nname: b # second\ndims: [ 4 ]\n}\n'
-        "output { \n  name: sum\n  data_type: INT64\n  dims: [-1, 2]\n}\n"
-    ) == expected  # fmt: skip
-    assert parse(
-        'max_batch_size: 4 input { name: "a" dims: 4 } input: < name: "b" dims: [4] >\n'
-        'output [{ name: "sum", data_type: INT64, dims: -1 dims: 2 }]'
-    ) == expected  # fmt: skip
+    assert (
+        parse(
+            'max_batch_size: 4\ninput {\n  name: "a"\n  data_type: "FP32"\n  dims: [4]\n}\n'
+            "input{\nname: b # second\ndims: [ 4 ]\n}\n"
+            "output { \n  name: sum\n  data_type: INT64\n  dims: [-1, 2]\n}\n"
+        )
+        == expected
+    )
+    assert (
+        parse(
+            'max_batch_size: 4 input { name: "a" dims: 4 } input: < name: "b" dims: [4] >\n'
+            'output [{ name: "sum", data_type: INT64, dims: -1 dims: 2 }]'
+        )
+        == expected
+    )
 
 
 def test_f14_a_flat_contract_with_a_batch() -> None:
@@ -110,9 +124,10 @@ BLOCK = 'input { name: "a" dims: [1] } output { name: "b" dims: [1] } '
         ("output_shape: [1.5]", "output_shape must be integers"),
         ("output_shape: []", "shape is empty|output_shape is empty"),
         ("output_shape: [0]", "output_shape has 0; dimensions are -1 or >= 1"),
+        ("output_shape: [99999999999999999999]", "output_shape has 99999999999999999999"),
         ("output_shape: [-2]", "output_shape has -2"),
         ("input_shape: [4]\ninput_shape: [5]", "input_shape is given twice"),
-        ("input_shape: [4]\nmax_batch_size: -1", "max_batch_size must be >= 0, got -1"),
+        ("input_shape: [4]\nmax_batch_size: -1", "max_batch_size must be >= 0 .*got -1"),
         ("input_shape: [4]\nmax_batch_size: two", "max_batch_size must be an integer"),
         ("input_shape: [4]\nmax_batch_size: 3000000000", "max_batch_size"),
         ("input_shape: [4]\ndata_type: TYPE_FP32", "data_type 'TYPE_FP32' is not supported; known: BOOL"),
@@ -145,7 +160,11 @@ def test_a_contract_that_breaks_a_rule_is_refused_with_the_rule(text: str, words
 
 def test_a_file_is_named_in_the_message_without_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "model_inference.textproto"
-    for content, words in ((b"output_shape: [0]", "output_shape has 0"), (b"\xff\xfe", "is not UTF-8 text"), (None, "cannot be read")):  # fmt: skip
+    for content, words in (
+        (b"output_shape: [0]", "output_shape has 0"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (None, "cannot be read"),
+    ):
         if content is None:
             path.unlink()
         else:
@@ -157,10 +176,33 @@ def test_a_file_is_named_in_the_message_without_its_folder(tmp_path: Path) -> No
     assert contracts.read(path).outputs[0].dims == (2,)
 
 
-fragments = st.sampled_from([
-    "input {", "output {", "}", "input_shape: ", "output_shape: ", "dims: ", "name: ", "data_type: ", "max_batch_size: ",
-    "[1, 2]", "[", "]", "a", '"a"', "FP32", "3", "-1", "\n", " ", "#", ":", "'", "99999999999999999999",
-])  # fmt: skip
+fragments = st.sampled_from(
+    [
+        "input {",
+        "output {",
+        "}",
+        "input_shape: ",
+        "output_shape: ",
+        "dims: ",
+        "name: ",
+        "data_type: ",
+        "max_batch_size: ",
+        "[1, 2]",
+        "[",
+        "]",
+        "a",
+        '"a"',
+        "FP32",
+        "3",
+        "-1",
+        "\n",
+        " ",
+        "#",
+        ":",
+        "'",
+        "99999999999999999999",
+    ]
+)
 
 
 @given(st.text(max_size=30) | st.lists(fragments, max_size=25).map("".join))

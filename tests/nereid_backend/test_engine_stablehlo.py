@@ -30,7 +30,9 @@ def affine(x: Any, w: Any, b: Any) -> Any:
 
 def spec(inputs: Any, outputs: Any, sizes: Any = (None,), weights: Any = (), **options: Any) -> ModelSpec:
     programs = tuple(Program("model.mlir" if s is None else f"model.b{s}.mlir", s) for s in sizes)
-    return ModelSpec("m", "stablehlo", "p", inputs, outputs, programs, Weights(FILE, tuple(weights)) if weights else None, **options)  # fmt: skip
+    return ModelSpec(
+        "m", "stablehlo", "p", inputs, outputs, programs, Weights(FILE, tuple(weights)) if weights else None, **options
+    )
 
 
 @pytest.fixture
@@ -82,6 +84,9 @@ def test_every_wire_dtype_runs_exactly(tmp_path: Path, export: Callable[..., byt
 def test_64_bit_integers_are_not_narrowed(tmp_path: Path, export: Callable[..., bytes]) -> None:
     (tmp_path / "model.mlir").write_bytes(export(lambda x, w: x + w, ((2,), np.int64), ((), np.int64)))
     weights_files.write(tmp_path / FILE, {"w": np.array(2**40)}, {"argument_order": '["w"]'})
+    import jax
+
+    jax.config.update("jax_enable_x64", False)  # as in a fresh process; the export switched it on
     tensor = TensorSpec("x", "i64", (2,))
     (got,) = StableHloEngine.load(spec((tensor,), (tensor,), weights=["w"]), tmp_path).run([np.array([1, -(2**50)])])
     assert got.tolist() == [2**40 + 1, 2**40 - 2**50]
@@ -179,20 +184,33 @@ def test_text_and_bytecode_of_mlir_are_read_too(tmp_path: Path, export: Callable
         (b"ML\xefR\x0dStableHLO_v1.0.0\x00garbage", "is not a StableHLO module"),
         (b"ML\xefRgarbage", "is not a StableHLO module"),
         (TEXT.format(body="").replace("main", "other").encode(), "has no function 'main'"),
-        (b"func.func @main(%a: tensor<?xf32>) -> tensor<?xf32> { return %a : tensor<?xf32> }",
-         r"argument 0 is tensor<\?xf32>; export one static program"),
-        (b"func.func @main(%a: tensor<2xf32>, %b: tensor<*xf32>) -> tensor<2xf32> { return %a : tensor<2xf32> }",
-         "argument 1"),
-        (b"func.func @main(%a: tuple<tensor<2xf32>>) -> tuple<tensor<2xf32>> { return %a : tuple<tensor<2xf32>> }",
-         "argument 0 is tuple<tensor<2xf32>>, only tensors are supported"),
-        (b"func.func @main(%a: tensor<2xcomplex<f32>>) -> tensor<2xcomplex<f32>> { return %a : tensor<2xcomplex<f32>> }",
-         "complex<f32>"),
-        (b"module attributes {mhlo.num_partitions = 2 : i32} { " + TEXT.format(body="").encode() + b" }",
-         r"is sharded \(mhlo\.num_partitions > 1\)"),
-        (b"module attributes {mhlo.num_replicas = 4 : i32} { " + TEXT.format(body="").encode() + b" }",
-         r"is sharded \(mhlo\.num_replicas > 1\)"),
+        (
+            b"func.func @main(%a: tensor<?xf32>) -> tensor<?xf32> { return %a : tensor<?xf32> }",
+            r"argument 0 is tensor<\?xf32>; export one static program",
+        ),
+        (
+            b"func.func @main(%a: tensor<2xf32>, %b: tensor<*xf32>) -> tensor<2xf32> { return %a : tensor<2xf32> }",
+            "argument 1",
+        ),
+        (
+            b"func.func @main(%a: tuple<tensor<2xf32>>) -> tuple<tensor<2xf32>> { return %a : tuple<tensor<2xf32>> }",
+            "argument 0 is tuple<tensor<2xf32>>, only tensors are supported",
+        ),
+        (
+            b"func.func @main(%a: tensor<2xcomplex<f32>>) -> tensor<2xcomplex<f32>> "
+            b"{ return %a : tensor<2xcomplex<f32>> }",
+            "complex<f32>",
+        ),
+        (
+            b"module attributes {mhlo.num_partitions = 2 : i32} { " + TEXT.format(body="").encode() + b" }",
+            r"is sharded \(mhlo\.num_partitions > 1\)",
+        ),
+        (
+            b"module attributes {mhlo.num_replicas = 4 : i32} { " + TEXT.format(body="").encode() + b" }",
+            r"is sharded \(mhlo\.num_replicas > 1\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_servable_program_is_refused_by_name(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "model.b1.mlir"
     path.write_bytes(content)

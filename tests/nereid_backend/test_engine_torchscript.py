@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
-
 from nereid_backend import dtypes
 from nereid_backend.engines.torchscript import TorchScriptEngine
 from nereid_backend.errors import DeviceMissing, EngineError, SignatureError
 from nereid_backend.spec import ModelSpec, Program
+
+torch = pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
 
 SPEC = ModelSpec("m", "torchscript", "p", (), (), (Program("model.pt"),))
 

@@ -42,7 +42,10 @@ def test_an_engine_without_its_library_says_so_at_load_and_at_check(name: str, m
     cls = engine_class(name)
     broken = EngineEntry(entry.module, entry.class_name, "a_library_nobody_has", entry.extra, "")
     monkeypatch.setitem(engines.ENGINES, name, broken)
-    for call in (lambda: cls.load(ModelSpec("m", name, "p", (), (), (Program("f"),)), Path()), lambda: cls.check_device("cpu")):  # fmt: skip
+    for call in (
+        lambda: cls.load(ModelSpec("m", name, "p", (), (), (Program("f"),)), Path()),
+        lambda: cls.check_device("cpu"),
+    ):
         with pytest.raises(EngineMissing, match=re.escape(f"[{entry.extra}]")):
             call()
 
@@ -54,8 +57,10 @@ def test_devices_are_cpu_cuda_and_cuda_with_an_index(text: str, parsed: tuple[st
     assert parse_device(text) == parsed
 
 
-@pytest.mark.parametrize("text", ["", "metal", "cpu:0", "cuda:", "cuda:abc", "cuda:-1", "cuda:1:2", "CUDA", " cpu", "cpu:"])
-def test_another_device_is_refused_with_the_choices(text: str) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ["", "metal", "cpu:0", "cuda:", "cuda:abc", "cuda:-1", "cuda:1:2", "CUDA", " cpu", "cpu:"]
+)
+def test_another_device_is_refused_with_the_choices(text: str) -> None:
     with pytest.raises(BundleError, match=f"unknown device {text!r}; use cpu, cuda or cuda:<index>"):
         parse_device(text)
 

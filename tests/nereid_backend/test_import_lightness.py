@@ -6,8 +6,23 @@ import sys
 
 import pytest
 
-HEAVY = ["torch", "jax", "jaxlib", "onnxruntime", "grpc", "yaml", "google.protobuf", "ml_dtypes", "tritonclient", "click",
-         "pydantic", "aiohttp", "onnx", "converters", "native_service"]  # fmt: skip
+HEAVY = [
+    "torch",
+    "jax",
+    "jaxlib",
+    "onnxruntime",
+    "grpc",
+    "yaml",
+    "google.protobuf",
+    "ml_dtypes",
+    "tritonclient",
+    "click",
+    "pydantic",
+    "aiohttp",
+    "onnx",
+    "converters",
+    "native_service",
+]
 
 PROGRAM = """
 import json, sys, types

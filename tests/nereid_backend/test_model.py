@@ -68,13 +68,17 @@ def test_a_request_of_no_rows_gets_no_rows(serve: Any, rows: Any, request_of: An
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(calls=st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=5), max_size=4), data=st.data())
-def test_every_request_gets_exactly_its_own_answer(serve: Any, rows: Any, request_of: Any, calls: Any, data: Any) -> None:  # fmt: skip
+def test_every_request_gets_exactly_its_own_answer(
+    serve: Any, rows: Any, request_of: Any, calls: Any, data: Any
+) -> None:
     def run(batch: list[np.ndarray]) -> list[np.ndarray]:
         if (batch[0] < 0).any():
             raise RuntimeError("poison")
         return [batch[0], batch[0][:, 0].astype(np.int32) * 3]
 
-    model = serve(run, (rows("x", "f32", 2),), (rows("same", "f32", 2), rows("triple", "i32")), sizes=(1, 4, 8), **BATCHED)  # fmt: skip
+    model = serve(
+        run, (rows("x", "f32", 2),), (rows("same", "f32", 2), rows("triple", "i32")), sizes=(1, 4, 8), **BATCHED
+    )
     number = 0
     for call in calls:
         requests, expected = [], []
@@ -117,11 +121,14 @@ class Surprise(Exception):
         (OutputError("wrong shape"), ("INTERNAL", "wrong shape")),
         (ResourceExhausted("no slot"), ("INTERNAL", "no slot")),
         (Surprise(), ("INTERNAL", "model 'm' failed with Surprise; the server's log has the details")),
-        (ZeroDivisionError("/srv"), ("INTERNAL", "model 'm' failed with ZeroDivisionError; the server's log has the details")),
+        (
+            ZeroDivisionError("/srv"),
+            ("INTERNAL", "model 'm' failed with ZeroDivisionError; the server's log has the details"),
+        ),
         (MemoryError(), ("UNAVAILABLE", "model 'm' ran out of memory; send less at once or try later")),
         (StopIteration(), ("INTERNAL", "model 'm' failed with StopIteration; the server's log has the details")),
     ],
-)  # fmt: skip
+)
 def test_whatever_an_engine_raises_every_request_gets_one_short_answer(
     serve: Any, rows: Any, request_of: Any, log: list[str], error: Exception, answer: Any
 ) -> None:
@@ -158,8 +165,13 @@ def test_a_wrong_result_is_internal_with_expected_and_got(
 
 
 def test_a_folder_may_answer_one_row_without_the_batch_axis(serve: Any, rows: Any, request_of: Any) -> None:
-    model = serve(lambda b: [b[0].squeeze(0)] if len(b[0]) == 1 else [b[0]], (rows("x", "f32", 2),), (rows("y", "f32", 2),),
-                  batch_may_be_omitted=True, **BATCHED)  # fmt: skip
+    model = serve(
+        lambda b: [b[0].squeeze(0)] if len(b[0]) == 1 else [b[0]],
+        (rows("x", "f32", 2),),
+        (rows("y", "f32", 2),),
+        batch_may_be_omitted=True,
+        **BATCHED,
+    )
     one, two = (request_of(x=np.ones((n, 2), np.float32)) for n in (1, 2))
     assert answers(model, one) + answers(model, two) == [{"y": [[1, 1]]}, {"y": [[1, 1]] * 2}]
 
@@ -218,7 +230,9 @@ def test_the_engine_never_sees_the_same_memory_as_an_earlier_answer(serve: Any, 
 
 @pytest.mark.parametrize("row", [r for r in dtypes.TABLE if r.kserve], ids=lambda r: r.token)
 def test_every_wire_dtype_passes_the_whole_path(serve: Any, rows: Any, request_of: Any, row: dtypes.DType) -> None:
-    model = serve(lambda b: [b[0][:, ::-1]], (rows("x", row.token, 3),), (rows("y", row.token, 3),), sizes=(4,), **BATCHED)  # fmt: skip
+    model = serve(
+        lambda b: [b[0][:, ::-1]], (rows("x", row.token, 3),), (rows("y", row.token, 3),), sizes=(4,), **BATCHED
+    )
     sent = [np.array([[0, 1, 1]] * n).astype(row.numpy) for n in (1, 2)]
     got = [r.tensors[0]._array for r in model.execute([request_of(x=array) for array in sent])]
     assert [(a.dtype, a.tobytes()) for a in got] == [(row.numpy, s[:, ::-1].tobytes()) for s in sent]
@@ -292,7 +306,9 @@ def test_every_compiled_size_runs_before_the_first_request(serve: Any, rows: Any
     assert sorted(set(seen)) == [(1, 2), (4, 2), (8, 2)]
 
 
-def test_a_model_of_any_size_may_refuse_the_zeros_of_the_warm_up(serve: Any, rows: Any, request_of: Any, log: Any) -> None:  # fmt: skip
+def test_a_model_of_any_size_may_refuse_the_zeros_of_the_warm_up(
+    serve: Any, rows: Any, request_of: Any, log: Any
+) -> None:
     def run(batch: list[np.ndarray]) -> list[np.ndarray]:
         if not batch[0].any():
             raise EngineError("log of zero")
@@ -313,10 +329,15 @@ def test_a_compiled_program_that_fails_its_warm_up_does_not_start(serve: Any, ro
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "SpecError: cannot read nereid.json"), ("{}", "SpecError: nereid.json has format_version None"),
-     (ModelSpec("m", "xgboost", "p", (), (), ()).to_json(), "BundleError: unknown engine 'xgboost'")],
-)  # fmt: skip
-def test_a_model_that_cannot_be_opened_says_why_in_one_line(pb_utils: Any, tmp_path: Any, content: Any, words: str) -> None:  # fmt: skip
+    [
+        (None, "SpecError: cannot read nereid.json"),
+        ("{}", "SpecError: nereid.json has format_version None"),
+        (ModelSpec("m", "xgboost", "p", (), (), ()).to_json(), "BundleError: unknown engine 'xgboost'"),
+    ],
+)
+def test_a_model_that_cannot_be_opened_says_why_in_one_line(
+    pb_utils: Any, tmp_path: Any, content: Any, words: str
+) -> None:
     import importlib
 
     (tmp_path / "1").mkdir()

@@ -45,11 +45,13 @@ def test_every_dtype_comes_back_bit_for_bit(path: Path, row: dtypes.DType) -> No
     assert (got.dtype, got.shape, got.tobytes(), got.flags.writeable) == (row.numpy, (3, 5), data, True)
 
 
-@given(st.dictionaries(
-    st.text(max_size=6).filter(lambda name: name != "__metadata__"),
-    st.tuples(st.sampled_from([r.token for r in dtypes.TABLE]), st.lists(st.integers(0, 5), max_size=4)),
-    max_size=5,
-))  # fmt: skip
+@given(
+    st.dictionaries(
+        st.text(max_size=6).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from([r.token for r in dtypes.TABLE]), st.lists(st.integers(0, 5), max_size=4)),
+        max_size=5,
+    )
+)
 def test_any_set_of_tensors_comes_back_and_starts_aligned(tmp_path_factory: Any, drawn: dict[str, Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "drawn.safetensors"
     rng = np.random.default_rng(0)
@@ -93,8 +95,10 @@ def test_tensors_without_elements_may_share_a_position(path: Path) -> None:
     header = {"a": entry([0, 3], 0, 0), "b": entry([2], 0, 8), "c": entry([0], 8, 8)}
     got = read(file_of(path, header, b"\0\0\x80?" * 2)).tensors
     assert {n: (a.shape, a.tolist()) for n, a in got.items()} == {
-        "a": ((0, 3), []), "b": ((2,), [1, 1]), "c": ((0,), []),
-    }  # fmt: skip
+        "a": ((0, 3), []),
+        "b": ((2,), [1, 1]),
+        "c": ((0,), []),
+    }
 
 
 def test_a_header_padded_with_spaces_is_read(path: Path) -> None:
@@ -136,8 +140,12 @@ W = entry([2], 0, 8)
         ([], 0, "not an object"),
         (b'{"w": {}', 0, "malformed"),
         (b"\xff\xfe\xfd", 0, "malformed"),
-        (b'{"w": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}, "w": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
-         8, "a name appears twice"),
+        (
+            b'{"w": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}, '
+            b'"w": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+            8,
+            "a name appears twice",
+        ),
         (b'{"w": {"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}}', 8, "a name appears twice"),
         (b"[" * 200_000, 0, "malformed"),
         ({"__metadata__": 5}, 0, "__metadata__"),
@@ -146,7 +154,7 @@ W = entry([2], 0, 8)
         ({"w": entry([2**40, 2**40, 0], 0, 0)}, 0, "'w'"),
         ({"w": entry([1] * 70, 0, 4)}, 4, "'w'"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_file_is_refused_with_the_reason(path: Path, header: Any, data: int, words: str) -> None:
     with pytest.raises(WeightsError, match=words) as caught:
         read(file_of(path, header, bytes(data)))
@@ -201,9 +209,12 @@ json_values = st.recursive(
 )
 
 
-@given(st.binary(max_size=64) | st.tuples(json_values, st.binary(max_size=16)).map(
-    lambda pair: len(json.dumps(pair[0])).to_bytes(8, "little") + json.dumps(pair[0]).encode() + pair[1]
-))  # fmt: skip
+@given(
+    st.binary(max_size=64)
+    | st.tuples(json_values, st.binary(max_size=16)).map(
+        lambda pair: len(json.dumps(pair[0])).to_bytes(8, "little") + json.dumps(pair[0]).encode() + pair[1]
+    )
+)
 def test_random_content_raises_nothing_but_weights_errors(tmp_path_factory: Any, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "random.safetensors"
     path.write_bytes(content)

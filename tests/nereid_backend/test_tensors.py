@@ -42,6 +42,7 @@ def test_any_shape_is_exported(token: str, shape: list[int]) -> None:
 
 
 def test_an_export_lives_as_long_as_its_consumer_and_no_longer() -> None:
+    gc.collect()
     before = len(tensors._exported)
     array = np.arange(12, dtype=np.float32)
     expected = array.tolist()
@@ -55,7 +56,7 @@ def test_an_export_lives_as_long_as_its_consumer_and_no_longer() -> None:
 
 
 def test_a_bf16_export_is_read_by_jax() -> None:
-    jax = pytest.importorskip("jax")
+    pytest.importorskip("jax")
     import jax.dlpack
 
     array = np.array([[1.5, -2], [3e38, 0]], dtypes.by_token("bf16").numpy)
@@ -75,13 +76,14 @@ def test_a_producer_says_it_is_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("row", [*PLAIN, dtypes.by_token("bf16")], ids=lambda row: row.token)
-@pytest.mark.parametrize("layout", ["plain", "strided", "reversed", "read-only", "empty"])
+@pytest.mark.parametrize("layout", ["plain", "strided", "reversed", "read-only", "scalar", "empty"])
 def test_an_output_of_any_layout_arrives_exact(pb_utils: Any, row: dtypes.DType, layout: str) -> None:
     array = {
         "plain": lambda a: a,
         "strided": lambda a: a[:, ::2].T,
         "reversed": lambda a: a[::-1],
         "read-only": lambda a: a,
+        "scalar": lambda a: a[0, 0].reshape(()),
         "empty": lambda a: a[:0],
     }[layout](filled(row, 4, 6))
     if layout == "read-only":

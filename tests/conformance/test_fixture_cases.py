@@ -1,0 +1,121 @@
+"""The cases of ``../shared/fixtures`` through the readers and the engines, without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from converters import bundle, folder, manifest, repository
+from nereid_backend import dtypes
+from nereid_backend.batching import Staging, padded_size, split
+from nereid_backend.engines import engine_class
+from nereid_backend.errors import ManifestError
+from nereid_backend.spec import ModelSpec
+
+FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
+FOLDERS, BUNDLES = FIXTURES / "nereid-ml-backends", FIXTURES / "reactant" / "generated"
+
+pytestmark = pytest.mark.skipif(not FIXTURES.exists(), reason="../shared/fixtures is not beside this checkout")
+
+
+def load(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+MANIFESTS = (load(FIXTURES / "reactant" / "cases" / "manifest_cases.json") or {"cases": []})["cases"]
+ARITHMETIC = [
+    pytest.param(name, case, id=f"{name}-{case['name']}")
+    for name in ("model3", "multi", "rustint", "onnxadd")
+    for case in (load(FOLDERS / name / "expected.json") or {"cases": []})["cases"]
+]
+
+
+def test_all_manifest_cases_are_there() -> None:
+    assert len(MANIFESTS) == 49
+    assert len(ARITHMETIC) >= 8
+
+
+@pytest.mark.parametrize("case", MANIFESTS, ids=[case["id"] for case in MANIFESTS])
+def test_a_manifest_case_has_the_upstream_result(case: dict[str, Any]) -> None:
+    if not case["ok"]:
+        with pytest.raises(ManifestError) as caught:
+            manifest.parse(case["manifest"], has_hook=case["has_model_jl"])
+        assert case["error_contains"].lower() in str(caught.value).lower()
+        return
+    got = manifest.parse(case["manifest"], has_hook=case["has_model_jl"])
+    expect = case.get("expect", {})
+    found: dict[str, Any] = {}
+    if inputs := got.client_inputs or got.executable_inputs:
+        x = inputs[0].spec()
+        found |= {"wire_input_shape": list(x.shape), "wire_batch_axis": x.batch_axis}
+    if outputs := got.client_outputs or got.executable_outputs:
+        found["wire_output_shape"] = list(outputs[0].spec().shape)
+    found["variant_keys"] = [list(key) for key in got.variant_keys]
+    found["calls"] = list(got.calls)
+    unknown = {key: value for key, value in expect.items() if key not in found}
+    assert ({key: found[key] for key in expect if key in found}, unknown) == (expect, {})
+
+
+def open_written(prepared: Any, target: Path) -> tuple[ModelSpec, Any]:
+    version = repository.write(prepared, target, link=False, force=True) / "1"
+    spec = ModelSpec.read(version)
+    return spec, engine_class(spec.engine).load(spec, version)
+
+
+def array_of(tensor: dict[str, Any]) -> np.ndarray:
+    dtype = dtypes.by_kserve(tensor["datatype"]).numpy
+    return np.frombuffer(bytes.fromhex(tensor["le_hex"]), dtype).reshape(tensor["shape"])
+
+
+@pytest.mark.parametrize(("name", "case"), ARITHMETIC)
+def test_a_nereid_folder_computes_what_upstream_computes(name: str, case: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
+    spec, engine = open_written(folder.read(FOLDERS / name, name, "cpu", None), tmp_path)
+    inputs = [array_of(case["inputs"][tensor.name]) for tensor in spec.inputs]
+    got = dict(zip((t.name for t in spec.outputs), engine.run(inputs), strict=True))
+    assert set(got) == set(case["outputs"])
+    for output, tensor in case["outputs"].items():
+        expected = array_of(tensor)
+        assert (got[output].dtype, list(got[output].shape)) == (expected.dtype, tensor["shape"])
+        if case["rtol"] == 0 and case["atol"] == 0:
+            assert got[output].tobytes() == expected.tobytes()
+        else:
+            np.testing.assert_allclose(got[output], expected, rtol=case["rtol"], atol=case["atol"])
+
+
+def run_rows(spec: ModelSpec, engine: Any, x: np.ndarray) -> np.ndarray:
+    """Pad to a compiled size, run, drop the padding."""
+    batch = Staging(spec.inputs).gather([[x]], [len(x)], padded_size(spec.batch_sizes, len(x)))
+    return split(engine.run(batch), [len(x)])[0][0]
+
+
+def test_both_weight_layouts_give_the_same_bits_and_the_expected_numbers(tmp_path: Path) -> None:
+    case = load(BUNDLES / "expected.json")["affine"]
+    x = np.array(case["x_row_major"], np.float32).reshape(case["wire_input_shape"])
+    results = []
+    for name in ("affine_legacy", "affine_xla"):
+        spec, engine = open_written(bundle.read(BUNDLES / name, name, "cpu"), tmp_path)
+        assert spec.batch_sizes == (1, 4)
+        results.append(run_rows(spec, engine, x))
+        assert [run_rows(spec, engine, row[None]).tolist() for row in x] == [[row] for row in results[-1].tolist()]
+    assert [list(r.shape) for r in results] == [case["wire_output_shape"]] * 2
+    assert results[0].ravel().tolist() == case["y_row_major"]
+    assert results[0].tobytes() == results[1].tobytes()
+
+
+def test_a_size_less_bundle_computes_the_expected_numbers(tmp_path: Path) -> None:
+    case = load(BUNDLES / "expected.json")["scale4"]
+    _, engine = open_written(bundle.read(BUNDLES / "scale4", "scale4", "cpu"), tmp_path)
+    assert [o.tolist() for o in engine.run([np.array(case["x"], np.float32)])] == [case["y"]]
+
+
+def test_a_fixed_buffer_and_its_count_come_out_in_manifest_order(tmp_path: Path) -> None:
+    case = load(BUNDLES / "expected.json")["fixed_buffer_count"]
+    spec, engine = open_written(bundle.read(BUNDLES / "fixed_buffer_count", "fbc", "cpu"), tmp_path)
+    got = dict(zip((t.name for t in spec.outputs), engine.run([np.array(case["x"], np.float32)]), strict=True))
+    assert {name: array.tolist() for name, array in got.items()} == {k: case[k] for k in ("VALUES", "COUNT")}
+    assert got["VALUES"][: case["COUNT"][0]].tolist() == case["trimmed"]

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("onnxruntime")
+
+from converters.cli import command
+from converters.convert import check_device, convert, model_name, prepare
+from nereid_backend.errors import BundleError, DeviceMissing
+from nereid_backend.spec import ModelSpec
+
+CONTRACT = "model_inference.textproto"
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def add_one(plus_one: Any, tmp_path: Path) -> Path:
+    path: Path = plus_one(("batch", 4), path=tmp_path / "add_one.onnx")
+    return path
+
+
+def test_a_model_is_one_line_and_exit_code_0(add_one: Path, tmp_path: Path) -> None:
+    result = invoke(add_one, "-o", tmp_path / "r")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{add_one} -> {tmp_path / 'r' / 'add_one'} (engine onnx, batch sizes: up to 32)\n"
+    assert ModelSpec.read(tmp_path / "r" / "add_one" / "1").name == "add_one"
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"), [(("--max-batch-size", "7"), "up to 7"), (("--max-batch-size", "0"), "none")]
+)
+def test_the_line_tells_the_batch_sizes(add_one: Path, tmp_path: Path, options: Any, sizes: str) -> None:
+    assert invoke(add_one, "-o", tmp_path / "r", *options).stdout.endswith(f"(engine onnx, batch sizes: {sizes})\n")
+
+
+def test_a_bundle_tells_its_compiled_sizes(make_bundle: Any, tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    result = invoke(make_bundle(), "-o", tmp_path / "r")
+    assert (result.exit_code, result.stdout.endswith("(engine stablehlo, batch sizes: 1, 4)\n")) == (0, True)
+
+
+def test_one_bad_model_does_not_stop_the_others_and_exits_with_1(add_one: Path, plus_one: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_text("garbage")
+    result = invoke(tmp_path, "-o", tmp_path / "r")
+    assert result.exit_code == 1
+    assert result.stdout == f"{add_one} -> {tmp_path / 'r' / 'add_one'} (engine onnx, batch sizes: up to 32)\n"
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path / 'broken.onnx'}: broken.onnx: ONNX Runtime ")
+    assert [p.name for p in (tmp_path / "r").iterdir()] == ["add_one"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "Missing argument 'SOURCE...'"),
+        (("{x}", "--colour", "red"), "No such option"),
+        (("{x}", "--max-batch-size", "-1"), "--max-batch-size"),
+        (("{x}", "--max-batch-size", "many"), "not a valid integer"),
+        (("{x}", "{x}", "--name", "n"), "--name needs exactly one model, found 2"),
+    ],
+)
+def test_wrong_usage_exits_with_2(add_one: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = invoke(*[a.format(x=add_one) for a in arguments])
+    assert (result.exit_code, result.stdout, words in result.stderr) == (2, "", True)
+
+
+@pytest.mark.parametrize(
+    ("setup", "options", "words"),
+    [
+        (None, (), "does not exist; give a bundle, a nereid folder or an .onnx file"),
+        ("folder", (), "the folder is neither a bundle (manifest.yaml) nor a nereid folder"),
+        ("text", (), "is a file; give a bundle, a nereid folder or an .onnx file"),
+        ("manifest", (), "manifest.yaml: is not YAML (month must be in 1..12); quote the value"),
+        ("torch", ("--max-batch-size", "4"), "--max-batch-size applies to a bare .onnx file"),
+        ("torch", ("--backend", "onnx"), "backend 'onnx' was asked for"),
+        ("folder", ("--device", "metal"), "unknown device 'metal'; use cpu, cuda or cuda:<index>"),
+        ("folder", ("--name", "a/b"), "model name 'a/b' has characters outside letters, digits and _.-"),
+        ("folder", ("--name", ""), "model name '' has characters outside"),
+        ("folder", ("--name", ".."), "model name '..' has characters outside"),
+    ],
+)
+def test_a_source_that_cannot_be_converted_is_one_line_on_stderr(
+    tmp_path: Path, setup: str | None, options: tuple[str, ...], words: str
+) -> None:
+    source = tmp_path / "source"
+    if setup == "text":
+        source.write_text("")
+    elif setup is not None:
+        source.mkdir()
+    if setup == "manifest":
+        (source / "manifest.yaml").write_text("description: 2024-99-99")
+    if setup == "torch":
+        (source / CONTRACT).write_text("input_shape: [4]")
+        (source / "m.pt").write_text("")
+    result = invoke(source, "-o", tmp_path / "r", *options)
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert result.stderr.startswith(f"error: {source}: ")
+    assert words in result.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_existing_model_needs_force(add_one: Path, tmp_path: Path) -> None:
+    codes = [invoke(add_one, "-o", tmp_path / "r", *force).exit_code for force in ((), (), ("--force",))]
+    assert codes == [0, 1, 0]
+
+
+def test_remarks_go_to_stderr(make_onnx: Any, tmp_path: Path) -> None:
+    make_onnx(
+        [("Transpose", ["x"], ["y"])], [("x", 1, ["a", "b"])], [("y", 1, ["b", "a"])], tmp_path / "t.onnx", perm=[1, 0]
+    )
+    result = invoke(tmp_path / "t.onnx", "-o", tmp_path / "r")
+    assert (result.exit_code, len(result.stdout.splitlines())) == (0, 1)
+    assert result.stderr == (
+        f"note: {tmp_path / 't.onnx'}: the first axes have different names and no common meaning: not batched\n"
+    )
+
+
+def test_the_default_output_is_triton_models_here(add_one: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert invoke(add_one).exit_code == 0
+    assert (tmp_path / "here" / "triton_models" / "add_one" / "config.pbtxt").exists()
+
+
+def test_a_model_may_be_linked_named_and_put_on_a_gpu(add_one: Path, tmp_path: Path) -> None:
+    assert invoke(add_one, "-o", tmp_path / "r", "--link", "--name", "n.1-x", "--device", "cuda:1").exit_code == 0
+    assert (tmp_path / "r" / "n.1-x" / "1" / "add_one.onnx").samefile(add_one)
+    assert "KIND_GPU" in (tmp_path / "r" / "n.1-x" / "config.pbtxt").read_text()
+
+
+def test_a_name_comes_from_the_folder_or_the_file_stem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder.onnx").mkdir()
+    (tmp_path / "v1.2.onnx").write_text("")
+    monkeypatch.chdir(tmp_path / "folder.onnx")
+    assert [model_name(p) for p in (Path(), tmp_path / "v1.2.onnx")] == ["folder.onnx", "v1.2"]
+
+
+def test_a_failed_conversion_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_text("garbage")
+    with pytest.raises(BundleError):
+        convert(tmp_path / "bad.onnx", tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_device_is_checked_on_request_only(add_one: Path) -> None:
+    import onnxruntime
+
+    spec = prepare(add_one, device="cuda:1").spec
+    assert spec.device == "cuda:1"
+    assert check_device(prepare(add_one).spec) is None
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        with pytest.raises(DeviceMissing, match="cuda:1"):
+            check_device(spec)

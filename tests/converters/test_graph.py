@@ -1,0 +1,99 @@
+"""A bare ``.onnx`` file is a model of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime")
+
+from converters import graph
+from nereid_backend.errors import BundleError, SignatureError
+from nereid_backend.spec import ModelSpec, Program, TensorSpec
+
+F32 = 1
+
+
+def read(path: Path, max_batch_size: int | None = None) -> Any:
+    return graph.read(path, "m", "cpu", max_batch_size)
+
+
+def test_a_symbolic_first_axis_is_the_batch(plus_one: Any, run: Any, tmp_path: Path) -> None:
+    path = plus_one(("batch", 4))
+    prepared = read(path)
+    assert prepared.spec == ModelSpec(
+        "m",
+        "onnx",
+        "onnxruntime_onnx",
+        (TensorSpec("x", "f32", (-1, 4), 0),),
+        (TensorSpec("y", "f32", (-1, 4), 0),),
+        (Program("model.onnx"),),
+        max_batch_size=32,
+        coalesce=True,
+    )
+    assert (prepared.files, prepared.notes) == ({"model.onnx": path}, ())
+    assert [o.tolist() for o in run(prepared, tmp_path / "r", np.zeros((3, 4), np.float32))] == [[[1] * 4] * 3]
+
+
+@pytest.mark.parametrize(("asked", "limit", "coalesce"), [(7, 7, True), (1, 1, False), (0, 0, False)])
+def test_the_batch_limit_may_be_given(plus_one: Any, asked: int, limit: int, coalesce: bool) -> None:
+    spec = read(plus_one(("batch", 4)), asked).spec
+    assert (spec.max_batch_size, spec.coalesce, spec.inputs[0].shape) == (limit, coalesce, (-1, 4))
+
+
+def test_a_fixed_shape_is_served_as_it_is(plus_one: Any) -> None:
+    spec = read(plus_one((2, 4))).spec
+    assert (spec.inputs, spec.max_batch_size, spec.coalesce) == ((TensorSpec("x", "f32", (2, 4)),), 0, False)
+
+
+def test_a_fixed_shape_has_no_batch_limit(plus_one: Any) -> None:
+    with pytest.raises(BundleError, match=r"--max-batch-size needs a symbolic first axis .*x \[2, 4\], y \[2, 4\]"):
+        read(plus_one((2, 4)), 8)
+
+
+def test_a_scalar_graph_is_served_as_it_is(plus_one: Any) -> None:
+    spec = read(plus_one(())).spec
+    assert (spec.inputs, spec.max_batch_size, spec.dims(spec.inputs[0])) == ((TensorSpec("x", "f32", ()),), 0, (1,))
+
+
+def test_other_symbolic_axes_stay_variable(plus_one: Any) -> None:
+    spec = read(plus_one(("batch", "time", 3))).spec
+    assert (spec.inputs[0].shape, spec.dims(spec.inputs[0]), spec.coalesce) == ((-1, -1, 3), (-1, 3), True)
+
+
+def test_axes_of_different_names_with_one_meaning_are_the_batch(plus_one: Any) -> None:
+    spec = read(plus_one(("unk__1", 4), ("unk__2", 4))).spec
+    assert (spec.max_batch_size, spec.coalesce) == (32, True)
+
+
+def test_axes_of_different_names_and_meanings_are_not_the_batch(make_onnx: Any) -> None:
+    path = make_onnx([("Transpose", ["x"], ["y"])], [("x", F32, ["a", "b"])], [("y", F32, ["b", "a"])], perm=[1, 0])
+    prepared = read(path)
+    assert (prepared.spec.max_batch_size, prepared.spec.inputs) == (0, (TensorSpec("x", "f32", (-1, -1)),))
+    assert prepared.notes == ("the first axes have different names and no common meaning: not batched",)
+
+
+def test_one_axis_name_whose_rows_influence_each_other_is_batched_but_not_shared(make_onnx: Any) -> None:
+    path = make_onnx(
+        [("ReduceMean", ["x"], ["m"]), ("Sub", ["x", "m"], ["y"])], [("x", F32, ["n", 2])], [("y", F32, ["n", 2])]
+    )
+    prepared = read(path)
+    assert (prepared.spec.max_batch_size, prepared.spec.coalesce) == (32, False)
+    assert prepared.notes == ("requests run one by one: a row gives another result beside other rows",)
+
+
+def test_external_data_beside_the_file_travels_with_it(plus_one: Any, tmp_path: Path) -> None:
+    path = plus_one(("n", 4))
+    for name in ("model.onnx.data", "model.onnx_data", "model.onnx.bak"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "sub").mkdir()
+    assert sorted(read(path).files) == ["model.onnx", "model.onnx.data", "model.onnx_data"]
+
+
+def test_a_file_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"garbage")
+    with pytest.raises(SignatureError, match=r"^model\.onnx: ONNX Runtime"):
+        read(tmp_path / "model.onnx")
