@@ -7,15 +7,17 @@ written: XLA itself checks only the number and the byte sizes of arguments.
 from __future__ import annotations
 
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from converters import manifest as manifests
+from converters import rows
 from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
-from converters.prepared import Prepared, Source
+from converters.prepared import Prepared, Source, place
 from converters.weights import BundleWeights
-from nereid_backend.engines import stablehlo
+from nereid_backend.engines import engine_class, stablehlo
 from nereid_backend.engines.stablehlo import Argument, Module
 from nereid_backend.errors import BundleError, SignatureError
 from nereid_backend.spec import VARIABLE, ModelSpec, Program, TensorSpec, Weights
@@ -55,7 +57,33 @@ def read(directory: Path, name: str, device: str) -> Prepared:
     )
     sources: dict[str, Source] = {path.name: path for path in files.values()}
     sources[DEFAULT_WEIGHTS_FILE] = weights.writer() if weights.needs_transpose else weights.path
-    return Prepared(spec, sources)
+    prepared = Prepared(spec, sources)
+    return _with_rows_checked(prepared) if coalesce else prepared
+
+
+def _with_rows_checked(prepared: Prepared) -> Prepared:
+    """Run a batched bundle on made-up rows: a program whose rows depend on each other must not be padded or shared.
+
+    The bundle format takes independence for granted; such a program then runs one request per call at an exact size.
+    """
+    spec = prepared.spec
+    size = next((size for size in spec.batch_sizes if size > 1), None)
+    if size is None:
+        return prepared
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, source in prepared.files.items():
+            place(source, Path(scratch) / name, link=True)
+        # On the CPU: a bundle may be converted on another machine than it is served on.
+        engine = engine_class(spec.engine).load(replace(spec, device="cpu"), Path(scratch))
+        try:
+            problem = rows.dependence(engine, spec, size, spec.outputs)
+        finally:
+            engine.close()
+    if problem is None:
+        return prepared
+    spec = replace(spec, coalesce=False, max_batch_size=0)
+    note = f"requests run one by one, without padding, at exactly {list(spec.batch_sizes)} rows: {problem}"
+    return Prepared(spec, prepared.files, (note,))
 
 
 def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:

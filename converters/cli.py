@@ -5,12 +5,14 @@ Exit codes: 0 every model was written, 1 at least one was not (the others are), 
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from nereid_backend.errors import NereidError
+from nereid_backend.errors import NereidError, short_repr
 
 DEFAULT_OUTPUT = Path("triton_models")
 
@@ -39,32 +41,62 @@ def command(
 
     A SOURCE that is none of these itself stands for the models directly below it.
     """
-    from converters.convert import convert
-    from converters.discover import find
+    from converters.convert import model_name
 
-    found = [model for source in sources for model in (find(source) or [source])]
+    signal.signal(signal.SIGTERM, _leave)
+    found = [model for source in sources for model in _found(source)]
     if name is not None and len(found) != 1:
         raise click.UsageError(f"--name needs exactly one model, found {len(found)}")
-    failed = False
-    for source in found:
-        try:
-            prepared = convert(
-                source, output, name=name, device=device, backend=backend, max_batch_size=max_batch_size,
-                link=link, force=force,
-            )  # fmt: skip
-        except NereidError as error:
-            failed = True
-            click.echo(f"error: {source}: {error}", err=True)
-            continue
-        spec = prepared.spec
-        sizes = ", ".join(map(str, spec.batch_sizes)) or (
-            f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
-        )
-        click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes})")
-        for note in prepared.notes:
-            click.echo(f"note: {source}: {note}", err=True)
-    if failed:
+    names = [model_name(model) for model in found]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise click.UsageError(f"several models would be called {min(repeated)!r}; convert them apart with --name")
+    options = {
+        "name": name,
+        "device": device,
+        "backend": backend,
+        "max_batch_size": max_batch_size,
+        "link": link,
+        "force": force,
+    }
+    converted = [_convert(source, output, options) for source in found]
+    if not all(converted):
         sys.exit(1)
+
+
+def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
+    """Convert one model and say so in one line; whether it worked."""
+    from converters.convert import convert
+
+    try:
+        prepared = convert(source, output, **options)
+    except NereidError as error:
+        click.echo(f"error: {source}: {error}", err=True)
+        return False
+    except Exception as error:  # noqa: BLE001 - the edge of the command: one model, one line, the others go on
+        what = f"{type(error).__name__}: {short_repr(str(error))}"
+        click.echo(f"error: {source}: {what} (please report it)", err=True)
+        return False
+    spec = prepared.spec
+    dynamic = f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
+    sizes = ", ".join(map(str, spec.batch_sizes)) or dynamic
+    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes})")
+    for note in prepared.notes:
+        click.echo(f"note: {source}: {note}", err=True)
+    return True
+
+
+def _found(source: Path) -> list[Path]:
+    """The models at or below ``source``; ``source`` itself when there are none, so that converting it says why."""
+    from converters.discover import find
+
+    try:
+        return find(source) or [source]
+    except OSError:
+        return [source]
+
+
+def _leave(_number: int, _frame: Any) -> None:
+    raise SystemExit(1)  # so that what was begun is removed
 
 
 def main() -> None:

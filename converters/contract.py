@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf import text_format
 
+from converters.messages import message_classes
 from nereid_backend import dtypes
 from nereid_backend.errors import ContractError
 from nereid_backend.spec import VARIABLE
@@ -131,27 +132,16 @@ def _dims(values: list[int], where: str) -> tuple[int, ...]:
 @cache
 def _message_class() -> Any:
     """ModelInferenceConfig with both forms. Field numbers are irrelevant to the text format."""
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="nereid/contract.proto", package="nereid.contract", syntax="proto3")
-
-    def add(message: Any, name: str, kind: int, *, repeated: bool = False, type_name: str = "") -> None:
-        label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
-        message.field.add(name=name, number=len(message.field) + 1, type=kind, label=label, type_name=type_name or None)
-
-    tensor = file.message_type.add(name="Tensor")
-    add(tensor, "name", field.TYPE_STRING)
-    add(tensor, "data_type", field.TYPE_STRING)
-    add(tensor, "dims", field.TYPE_INT64, repeated=True)
-    config = file.message_type.add(name="ModelInferenceConfig")
-    add(config, "input_shape", field.TYPE_INT64, repeated=True)
-    add(config, "output_shape", field.TYPE_INT64, repeated=True)
-    add(config, "data_type", field.TYPE_STRING)
-    add(config, "max_batch_size", field.TYPE_INT64)
-    add(config, "input", field.TYPE_MESSAGE, repeated=True, type_name=".nereid.contract.Tensor")
-    add(config, "output", field.TYPE_MESSAGE, repeated=True, type_name=".nereid.contract.Tensor")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("nereid.contract.ModelInferenceConfig"))
+    tensor = [("name", 1, "string"), ("data_type", 2, "string"), ("dims", 3, "int64[]")]
+    config = [
+        ("input_shape", 1, "int64[]"),
+        ("output_shape", 2, "int64[]"),
+        ("data_type", 3, "string"),
+        ("max_batch_size", 4, "int64"),
+        ("input", 5, "Tensor[]"),
+        ("output", 6, "Tensor[]"),
+    ]
+    return message_classes("nereid.contract", {"Tensor": tensor, "Config": config}, "proto3")["Config"]
 
 
 def _parse_text_format(text: str) -> Mapping[str, Any]:
@@ -208,6 +198,12 @@ def _parse_lines(text: str, text_format_problem: str) -> Mapping[str, Any]:
     return raw
 
 
+def _integer(text: str) -> int:
+    if not re.fullmatch(r"\s*-?[0-9]{1,40}\s*", text):
+        raise ValueError
+    return int(text)
+
+
 def _line_field(target: dict[str, Any], key: str, value: str, in_block: bool, number: int) -> None:
     known = _TENSOR_KEYS if in_block else _TOP_KEYS
     if key not in known:
@@ -217,11 +213,11 @@ def _line_field(target: dict[str, Any], key: str, value: str, in_block: bool, nu
         return
     try:
         if key == "max_batch_size":
-            target[key] = int(value)
+            target[key] = _integer(value)
             return
         if not (value.startswith("[") and value.endswith("]")):
             raise ValueError
-        target[key] = [int(item) for item in value[1:-1].split(",")] if value[1:-1].strip() else []
+        target[key] = [_integer(item) for item in value[1:-1].split(",")] if value[1:-1].strip() else []
     except ValueError:
         expected = "an integer" if key == "max_batch_size" else "integers in brackets such as [-1, 16]"
         raise ContractError(f"line {number}: {key} must be {expected}, got {value!r}") from None

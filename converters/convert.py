@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 def model_name(source: Path) -> str:
     """The name a model is served under: the directory's, or an ONNX file's without its suffix."""
-    source = source.resolve()
+    source = Path(os.path.abspath(source))  # noqa: PTH100 - resolve() would name a link by its target
     return source.stem if source.suffix == ".onnx" and not source.is_dir() else source.name
 
 
@@ -39,6 +40,7 @@ def prepare(
         )
     if not source.exists():
         raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or an .onnx file")
+    _refuse_special_files(source)
     bare = source.is_file() and source.suffix == ".onnx"
     if max_batch_size is not None and not bare:
         raise BundleError("--max-batch-size applies to a bare .onnx file; a bundle or folder declares its own")
@@ -49,6 +51,13 @@ def prepare(
     if (source / MANIFEST_FILE).exists() and backend is None:
         return bundle.read(source, name, device)
     return folder.read(source, name, device, backend)
+
+
+def _refuse_special_files(source: Path) -> None:
+    """Opening a pipe would wait for ever, and a broken link is a mistake to be told."""
+    for path in (source, *(source.iterdir() if source.is_dir() else ())):
+        if not path.is_file() and not path.is_dir():
+            raise BundleError(f"{path.name} is neither a file nor a folder (a broken link, or a pipe); remove it")
 
 
 def convert(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from converters import trial
 from converters.contract import Contract, ContractTensor
+from converters.external_data import external_data
 from converters.prepared import Prepared
 from converters.trial import OpenOutput
 from nereid_backend.engines.onnx import Port, open_session, ports
@@ -106,16 +107,11 @@ def input_spec(tensor: ContractTensor, max_batch_size: int, binding: str = "") -
     )
 
 
-def external_data(path: Path) -> dict[str, Path]:
-    """Weight files beside a large ONNX model, by the exporters' naming convention."""
-    return {
-        beside.name: beside
-        for beside in sorted(path.parent.glob(f"{path.name}*"))
-        if beside.name in (f"{path.name}.data", f"{path.name}_data") and beside.is_file()
-    }
-
-
 def _shape(port: Port) -> tuple[int, ...]:
+    if 0 in port.shape:
+        raise SignatureError(
+            f"ONNX tensor {port.name!r} has shape {list(port.shape)}; Triton has no dimension of size 0"
+        )
     return tuple(axis if isinstance(axis, int) else VARIABLE for axis in port.shape)
 
 

@@ -87,6 +87,8 @@ def read(path: Path, *, has_hook: bool) -> Manifest:
         where = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not UTF-8 text"
         raise ManifestError(f"{path.name}{where}: is not YAML ({problem}); correct the line") from None
+    except RecursionError:
+        raise ManifestError(f"{path.name}: is nested too deeply; write it flat") from None
     except ValueError as error:  # a scalar that looks like a date or a number and is none
         raise ManifestError(f"{path.name}: is not YAML ({error}); quote the value") from None
     return parse(raw, has_hook=has_hook)
@@ -232,7 +234,7 @@ def _calls(raw: Any) -> tuple[str, ...]:
 
 
 def _weights_file(raw: Any) -> str:
-    if not isinstance(raw, str) or not raw or Path(raw).name != raw or raw == "..":
+    if not isinstance(raw, str) or not raw or Path(raw).name != raw or raw == ".." or "\0" in raw:
         raise ManifestError(f"manifest 'weights_file' must be a file name inside the bundle, got {_kind(raw)}")
     return raw
 

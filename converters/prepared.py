@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,3 +21,21 @@ class Prepared:
     spec: ModelSpec
     files: Mapping[str, Source]
     notes: tuple[str, ...] = ()
+
+
+def place(source: Source, target: Path, *, link: bool) -> None:
+    """Make ``target`` from ``source``: a hard link (symbolic across file systems), or a copy synced to disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not isinstance(source, Path):
+        source(target)
+        return
+    source = source.resolve()
+    if link:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without hard links
+            target.symlink_to(source)
+        return
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())

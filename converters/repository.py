@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from converters.prepared import Prepared, Source
+from converters.prepared import Prepared, place
 from nereid_backend.engines import parse_device
 from nereid_backend.errors import RepositoryError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
@@ -67,8 +67,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
     spec = prepared.spec
     target = repository / spec.name
     text = config_text(spec)
-    if target.exists() and not force:
-        raise RepositoryError(f"{target} exists; use --force to replace it")
+    _check_replaceable(target, prepared, force=force)
     try:
         repository.mkdir(parents=True, exist_ok=True)
         with _scratch(repository) as scratch:
@@ -79,7 +78,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             _write_text(version / MODEL_FILE, MODEL_PY)
             _write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
-                _place(source, version / name, link=link)
+                place(source, version / name, link=link)
             for directory in (version, fresh):
                 _sync(directory)
             _swap_in(fresh, target)
@@ -89,6 +88,19 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
         ) from error
     return target
+
+
+def _check_replaceable(target: Path, prepared: Prepared, *, force: bool) -> None:
+    """Only a converted model may be replaced, and never the folder the model comes from."""
+    if not os.path.lexists(target):
+        return
+    sources = [source.resolve() for source in prepared.files.values() if isinstance(source, Path)]
+    if any(target.resolve() in source.parents for source in sources):
+        raise RepositoryError(f"{target} is where the model comes from; choose another output folder with -o")
+    if not (target / VERSION / SPEC_FILE).is_file():
+        raise RepositoryError(f"{target} is not a converted model; remove it yourself or choose another output folder")
+    if not force:
+        raise RepositoryError(f"{target} exists; use --force to replace it")
 
 
 def _scratch(repository: Path) -> tempfile.TemporaryDirectory[str]:
@@ -119,22 +131,6 @@ def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
-
-
-def _place(source: Source, target: Path, *, link: bool) -> None:
-    if not isinstance(source, Path):
-        source(target)
-        return
-    source = source.resolve()
-    if link:
-        try:
-            os.link(source, target)
-        except OSError:  # another file system, or one without hard links
-            target.symlink_to(source)
-        return
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
         os.fsync(file.fileno())
 
 

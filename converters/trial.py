@@ -13,13 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from converters import rows
 from nereid_backend import dtypes
 from nereid_backend.engines import Array, Engine, engine_class
 from nereid_backend.errors import BundleError, EngineError, InvalidArgument
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
 _VARIABLE_SIZES = (2, 3)
-_SAME_KERNELS, _OTHER_KERNELS = 1e-6, 2e-2
+_SMALL = 2  # the kind of made-up row around one: valid for logarithms and square roots, too
+_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +62,13 @@ def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput]) -> Le
 
 def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Learned:
     batched = spec.max_batch_size > 0
-    rng = np.random.default_rng(0)
     try:
-        first, other = (_made_up(spec.inputs, size, rng) for size in _VARIABLE_SIZES)
-        alone = engine.run(first)
-        varied = engine.run(other)
+        alone, varied = (_run_once(engine, spec, size) for size in _VARIABLE_SIZES)
     except (EngineError, InvalidArgument) as error:
         if any(o.dtype is None or o.dims is None for o in outputs):
             raise BundleError(
-                f"an output is not declared in full and a trial run failed ({error}); declare its shape and datatype"
+                f"a trial run failed ({error}), and an output is not declared in full; correct the model, or declare "
+                "the output's shape and datatype"
             ) from None
         return Learned(
             tuple(_declared(o, batched) for o in outputs),
@@ -80,17 +80,23 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
     specs = tuple(_complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True))
     if spec.max_batch_size < 2:
         return Learned(specs, False)
-    problem = _rows_depend(engine, spec, specs, rng)
+    problem = rows.dependence(engine, spec, _rows_to_try(spec), specs)
     return Learned(specs, problem is None, (f"requests run one by one: {problem}",) if problem else ())
 
 
-def _made_up(inputs: Sequence[TensorSpec], variable: int, rng: np.random.Generator) -> list[Array]:
-    """One row of small numbers, valid as indices and as values, with every variable axis at ``variable``."""
-    result = []
-    for tensor in inputs:
-        shape = [variable if n == VARIABLE else n for n in tensor.at_batch(1)]
-        result.append((rng.random(shape) * 2).astype(tensor.element.numpy))
-    return result
+def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
+    """One made-up row, padded to the one size of a model that runs no other; the outputs of that row."""
+    size = spec.batch_sizes[0] if spec.batch_sizes else 1
+    try:
+        row = rows.made_up(spec.inputs, variable, np.random.default_rng(0), _SMALL)
+        outputs = engine.run([np.concatenate([array] * size) if size > 1 else array for array in row])
+    except (MemoryError, ValueError) as error:
+        raise BundleError(f"its shapes are too large for a trial run ({error}); correct the contract") from None
+    return [output[:1] if size > 1 and output.shape[:1] == (size,) else output for output in outputs]
+
+
+def _rows_to_try(spec: ModelSpec) -> int:
+    return spec.batch_sizes[0] if spec.batch_sizes else min(spec.max_batch_size, _ROWS)
 
 
 def _declared(output: OpenOutput, batched: bool) -> TensorSpec:
@@ -135,38 +141,3 @@ def _row_shape(shape: tuple[int, ...], declared: tuple[int, ...] | None, batched
     if not batched or (declared is not None and len(shape) == len(declared)):
         return shape
     return shape[1:] if shape[:1] == (1,) else shape
-
-
-def _rows_depend(
-    engine: Engine, spec: ModelSpec, outputs: Sequence[TensorSpec], rng: np.random.Generator
-) -> str | None:
-    """Why rows of different requests must not share a run, or None when they may.
-
-    The sharp test is a row next to two different neighbours in runs of the same size: the same kernels run, so its
-    result may not move. Alone against together is compared loosely, as kernels for other sizes round otherwise.
-    """
-    row, one, two = (_made_up(spec.inputs, _VARIABLE_SIZES[0], rng) for _ in range(3))
-    try:
-        alone = engine.run(row)
-        beside_one, beside_two = (
-            engine.run([np.concatenate(rows) for rows in zip(row, other, strict=True)]) for other in (one, two)
-        )
-    except (EngineError, InvalidArgument) as error:
-        return f"two rows at once fail ({error})"
-    for tensor, single, pair, other in zip(outputs, alone, beside_one, beside_two, strict=True):
-        want, row_shape = tensor.at_batch(2), pair.shape[1:]
-        fits = len(want) == pair.ndim and all(w in (VARIABLE, g) for w, g in zip(want, pair.shape, strict=True))
-        # a folder's one-row output may lack the batch axis
-        if not fits or other.shape != pair.shape or single.shape not in ((1, *row_shape), row_shape):
-            return f"two rows give an output of shape {list(pair.shape)}, not one entry per row"
-        if not _close(pair[0], other[0], _SAME_KERNELS) or not _close(
-            pair[0], single.reshape(row_shape), _OTHER_KERNELS
-        ):
-            return "a row gives another result beside other rows"
-    return None
-
-
-def _close(left: Array, right: Array, tolerance: float) -> bool:
-    return np.allclose(
-        left.astype(np.float64), right.astype(np.float64), rtol=tolerance, atol=tolerance, equal_nan=True
-    )

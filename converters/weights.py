@@ -83,7 +83,7 @@ def _argument_order(name: str, header: safetensors.Header) -> tuple[str, ...]:
         return ()
     try:
         order = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         order = None
     if not isinstance(order, list) or not all(isinstance(item, str) for item in order):
         raise WeightsError(f"{name}: metadata argument_order must be a JSON list of names, got {text!r}")

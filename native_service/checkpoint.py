@@ -164,9 +164,8 @@ def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) ->
             raise InvalidArgument(
                 f"model {model.name!r}: dimensions must be positive, got {size} at index {index} of {list(sent)}"
             )
-    declared, full = tensor.shape, sent
+    declared, full = model.dims(tensor), sent
     if model.max_batch_size > 0:
-        declared = tensor.row_shape
         if len(sent) == len(declared):
             full = (1, *sent)
         elif len(sent) == len(declared) + 1 and sent[0] > model.max_batch_size:

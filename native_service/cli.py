@@ -68,7 +68,7 @@ def serve(
 ) -> None:
     """Serve the bundles in the folder PATH, or what a settings file lists.
 
-    Bundles may hold code of their own: serve only what you would run.
+    A compiled program is code: serve only bundles you trust.
     """
     if path is not None and config is not None:
         raise click.UsageError("PATH and --config exclude each other")
@@ -111,6 +111,10 @@ def main() -> None:
     except NereidError as error:
         for line in str(error).splitlines():
             click.echo(f"error: {line}", err=True)
+        sys.exit(1)
+    except Exception as error:  # the edge of the process
+        logging.getLogger("nereid").debug("unexpected", exc_info=True)
+        click.echo(f"error: {type(error).__name__}: {error} (please report it; --verbose shows where)", err=True)
         sys.exit(1)
 
 

@@ -138,7 +138,12 @@ def _link(source: str, target: str) -> str:
 async def _fetched() -> Path:
     """The folder with the wheel's files, downloaded and unpacked once for all processes of this user."""
     folder = cache_folder() / "triton"
-    folder.mkdir(mode=PRIVATE, exist_ok=True)
+    try:
+        folder.mkdir(mode=PRIVATE, exist_ok=True)
+    except OSError as error:
+        raise TritonUnavailable(
+            f"{folder} cannot be made ({error.strerror}); remove it or set NEREID_CACHE_DIR"
+        ) from None
     target = folder / f"{WHEEL}-{WHEEL_VERSION}-{WHEEL_SHA256[:12]}"
     if target.is_dir():
         return target

@@ -21,6 +21,8 @@ from nereid_backend.spec import ModelSpec
 _LOG = logging.getLogger("nereid.service")
 
 SERVICE = "inference.Nereid"
+# Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
+_STUB_IS_DEAD = "is not healthy"
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
 _SHORTEST_DEADLINE_S = 0.010
 
@@ -82,7 +84,11 @@ class NereidService:
             await context.abort(grpc.StatusCode[error.code], str(error))
         except grpc.aio.AioRpcError as error:
             # Triton's own code and words: the runtime inside has made them fit for a client.
-            await context.abort(error.code(), error.details() or "Triton gave no reason")
+            details = error.details() or "Triton gave no reason"
+            if _STUB_IS_DEAD in details:
+                _LOG.error("%s; its process has died, restart the server", details)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the model's process has died; try later")
+            await context.abort(error.code(), details)
         except Exception:  # noqa: BLE001 - the edge of this process towards its clients
             _LOG.exception("a Checkpoint call failed in a way nobody planned for")
             await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")

@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from native_service.settings_errors import describe
-from nereid_backend.errors import SettingsError
+from nereid_backend.errors import SettingsError, short_repr
 
 DEFAULT_FILE = "nereid.yaml"
 DEFAULT_BIND = "127.0.0.1:50051"
@@ -94,7 +94,7 @@ class _Section(BaseModel):
 class Limits(_Section):
     """Bounds on what one caller may cost; exceeding one is a clear error for that caller."""
 
-    max_message_bytes: Annotated[int, Field(gt=0)] = 4 * 1024 * 1024
+    max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = 4 * 1024 * 1024
     """Largest single gRPC message a client may send."""
     max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     """Largest input tensor of a Checkpoint call, all chunks together."""
@@ -102,7 +102,7 @@ class Limits(_Section):
     """Most input bytes of all Checkpoint calls together that wait for the rest of their tensor."""
     max_chunks: Annotated[int, Field(gt=0)] = 65_536
     """Most chunks of one Checkpoint call."""
-    load_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    load_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     """Longest conversion, and longest load in Triton, of one model."""
 
 
@@ -146,11 +146,12 @@ class ServerSettings(_Section):
     def _addresses(self) -> ServerSettings:
         if self.http_addr is not None and self.http_addr == self.bind_addr and self.bind.port != 0:
             raise ValueError(f"http_addr must differ from bind_addr, both are {self.bind_addr}")
-        if not self.bind.is_loopback and not self.allow_insecure:
-            raise ValueError(
-                f"bind_addr {self.bind_addr} is reachable from other machines without TLS or keys; "
-                "use 127.0.0.1, or accept that with server.allow_insecure: true in the settings file"
-            )
+        for key, address in (("bind_addr", self.bind), ("http_addr", self.http)):
+            if address is not None and not address.is_loopback and not self.allow_insecure:
+                raise ValueError(
+                    f"{key} {address} is reachable from other machines without TLS or keys; "
+                    "use 127.0.0.1, or accept that with server.allow_insecure: true in the settings file"
+                )
         return self
 
     @property
@@ -234,11 +235,15 @@ def _read(path: Path) -> dict[Any, Any]:
         raise SettingsError(f"{path}: cannot be read ({error.strerror}); {what_to_do}") from None
     except UnicodeDecodeError:
         raise SettingsError(f"{path}: is not UTF-8 text") from None
+    except RecursionError:
+        raise SettingsError(f"{path}: is nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "syntax error"
         raise SettingsError(f"{path}: is not YAML{where} ({problem})") from None
+    except ValueError as error:  # a scalar that looks like a date or a number and is none
+        raise SettingsError(f"{path}: is not YAML ({error}); quote the value") from None
     if raw is None:
         raise SettingsError(f"{path}: is empty; it needs the keys server and models")
     if not isinstance(raw, dict):
@@ -249,8 +254,9 @@ def _read(path: Path) -> dict[Any, Any]:
 def _directory(folder: Path, what: str) -> Path:
     try:
         return _checked_directory(folder)
-    except OSError as error:
-        raise SettingsError(f"{what} must be a directory, got {folder} ({error.strerror})") from None
+    except (OSError, ValueError, RuntimeError) as error:  # also a null byte, or links in a circle
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"{what} must be a directory, got {short_repr(str(folder))} ({reason})") from None
 
 
 def _checked_directory(folder: Path) -> Path:

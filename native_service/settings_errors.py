@@ -25,6 +25,8 @@ _RULES = {
     "tuple_type": "must be a list",
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
 }
 # Where the value is absent or is a whole section, "got" would only repeat the file.
 _WITHOUT_GOT = {"missing", "extra_forbidden"}

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +76,14 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     try:
         async with contextlib.AsyncExitStack() as ending:
-            running = await _unless(stop, _start(settings, tritonserver, ending))
+            running = await _unless(stop, _start(settings, tritonserver, state_file, ending))
             if running is None:
                 _LOG.info("stopped before it was ready")
                 return 0
             endpoints, triton = running
             if state_file is not None:
-                ending.callback(state_file.unlink, missing_ok=True)
                 _write_atomically(state_file, endpoints.to_json())
+                ending.callback(_remove_own, state_file, endpoints.to_json())
             announce(_greeting(endpoints))
             reason = await _unless(stop, triton.wait())
             if reason is None:
@@ -100,13 +99,15 @@ async def serve(
 
 
 async def _start(
-    settings: Settings, tritonserver: Path | None, ending: contextlib.AsyncExitStack
+    settings: Settings, tritonserver: Path | None, state_file: Path | None, ending: contextlib.AsyncExitStack
 ) -> tuple[Endpoints, TritonServer]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
             _check_free(key, address)
+    if state_file is not None and (state_file.is_dir() or not state_file.absolute().parent.is_dir()):
+        raise SettingsError(f"--state {state_file} must be a file in a folder that is there")
     install = await embedded_triton.find(tritonserver)
     preflight.check(install)
     run = RunDirectory.open(cache_folder())
@@ -198,14 +199,20 @@ def _check_free(key: str, address: Address) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
     except OSError as error:
+        fresh.unlink(missing_ok=True)
         raise SettingsError(f"--state {path} cannot be written ({error.strerror})") from None
+
+
+def _remove_own(path: Path, text: str) -> None:
+    """Remove the state file unless another server has written its own there meanwhile."""
+    with contextlib.suppress(OSError):
+        if path.read_text(encoding="utf-8") == text:
+            path.unlink()
 
 
 def _greeting(endpoints: Endpoints) -> str:

@@ -31,6 +31,8 @@ def cache_folder() -> Path:
     # Programs are run from here: a folder others can write to would be other people's code.
     if status.st_uid != os.getuid():
         raise SettingsError(f"cache folder {folder} belongs to another user; set NEREID_CACHE_DIR to one of your own")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SettingsError(f"cache folder {folder} is not writable; set NEREID_CACHE_DIR to a writable folder")
     if status.st_mode & 0o002:
         raise SettingsError(f"cache folder {folder} can be written by everyone; chmod o-w it or set NEREID_CACHE_DIR")
     return folder

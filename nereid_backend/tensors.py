@@ -1,6 +1,6 @@
 """Tensors between Triton's stub and numpy: what is exact where.
 
-Measured against tritonserver 2.51 (see tests/nereid_backend/test_tensors_on_triton.py, which repeats it for every
+Measured against tritonserver 2.51 (see tests/nereid_backend/test_on_triton.py, which repeats it for every
 dtype on both numpy generations):
 
 ===========  =========================================  ==========================================

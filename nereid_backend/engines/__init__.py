@@ -90,6 +90,6 @@ def parse_device(device: str) -> tuple[str, int]:
     kind, _, index = device.partition(":")
     if device == "cpu":
         return "cpu", 0
-    if kind == "cuda" and (device == "cuda" or index.isdecimal()):
+    if kind == "cuda" and (device == "cuda" or (index.isascii() and index.isdecimal() and len(index) <= 3)):
         return "cuda", int(index or 0)
     raise BundleError(f"unknown device {device!r}; use cpu, cuda or cuda:<index>")

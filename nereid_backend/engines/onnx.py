@@ -152,4 +152,6 @@ def _read_bf16(value: Any, dtype: np.dtype[Any]) -> Array:
 def _message(error: Exception) -> str:
     # "[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : text" -> "text"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first.rsplit(" : ", 1)[-1]
+    text = first.rsplit(" : ", 1)[-1].rpartition("Status Message: ")[2]
+    # "/build/path/file.h:84 ns::Function(args) text" -> "text": the place in its source is no use to a client.
+    return re.sub(r"^\S*/\S+:\d+ .*?\)\s+(?=\S)", "", text)

@@ -48,7 +48,6 @@ def read_module(path: Path) -> Module:
     EngineMissing without jax.
     """
     import_library("stablehlo")
-    from jax.extend.mlir import ir
     from jax.interpreters import mlir
 
     try:
@@ -57,22 +56,31 @@ def read_module(path: Path) -> Module:
         raise SignatureError(f"{path.name}: cannot be read ({error.strerror})") from None
     with mlir.make_ir_context() as context:
         module = _parse(data, context, path.name)
-        attributes = module.operation.attributes
-        for key in ("mhlo.num_partitions", "mhlo.num_replicas"):
-            if key in attributes and ir.IntegerAttr(attributes[key]).value > 1:
-                raise SignatureError(f"{path.name}: is sharded ({key} > 1); export it for one device")
-        symbols = ir.SymbolTable(module.operation)
-        if ENTRY not in symbols:
-            raise SignatureError(f"{path.name}: has no function {ENTRY!r}; export the model again")
-        main = symbols[ENTRY]
-        if "arg_attrs" in main.attributes and "_platform_index" in str(main.attributes["arg_attrs"]):
-            raise SignatureError(f"{path.name}: was exported for several platforms; export it for one")
-        signature = main.type
-        return Module(
-            data,
-            tuple(_argument(t, path.name, "argument", i) for i, t in enumerate(signature.inputs)),
-            tuple(_argument(t, path.name, "result", i) for i, t in enumerate(signature.results)),
-        )
+        try:
+            return _signature(module, data, path.name)
+        except (AttributeError, TypeError, ValueError) as error:  # attributes or symbols of an unexpected kind
+            raise SignatureError(f"{path.name}: is not a model ({error}); export it again") from None
+
+
+def _signature(module: Any, data: bytes, name: str) -> Module:
+    from jax.extend.mlir import ir
+
+    attributes = module.operation.attributes
+    for key in ("mhlo.num_partitions", "mhlo.num_replicas"):
+        if key in attributes and ir.IntegerAttr(attributes[key]).value > 1:
+            raise SignatureError(f"{name}: is sharded ({key} > 1); export it for one device")
+    symbols = ir.SymbolTable(module.operation)
+    if ENTRY not in symbols:
+        raise SignatureError(f"{name}: has no function {ENTRY!r}; export the model again")
+    main = symbols[ENTRY]
+    if "arg_attrs" in main.attributes and "_platform_index" in str(main.attributes["arg_attrs"]):
+        raise SignatureError(f"{name}: was exported for several platforms; export it for one")
+    signature = main.type
+    return Module(
+        data,
+        tuple(_argument(t, name, "argument", i) for i, t in enumerate(signature.inputs)),
+        tuple(_argument(t, name, "result", i) for i, t in enumerate(signature.results)),
+    )
 
 
 def _parse(data: bytes, context: Any, name: str) -> Any:

@@ -158,3 +158,44 @@ def test_the_device_is_checked_on_request_only(add_one: Path) -> None:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         with pytest.raises(DeviceMissing, match="cuda:1"):
             check_device(spec)
+
+
+def test_two_models_of_one_name_are_refused_before_any_is_written(add_one: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    twin = other / add_one.name
+    twin.write_bytes(add_one.read_bytes())
+    result = invoke(add_one, twin, "-o", tmp_path / "r")
+    assert (result.exit_code, (tmp_path / "r").exists()) == (2, False)
+    assert "several models would be called 'add_one'" in result.stderr
+
+
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    folder = tmp_path / "m"
+    folder.mkdir()
+    os.mkfifo(folder / "manifest.yaml")
+    result = invoke(folder, "-o", tmp_path / "r")
+    assert (result.exit_code, "manifest.yaml is neither a file nor a folder" in result.stderr) == (1, True)
+
+
+def test_a_fault_of_ours_is_one_line_and_the_other_models_go_on(
+    add_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from converters import convert as module
+
+    good = module.convert
+
+    def faulty(source: Path, *arguments: object, **options: object) -> object:
+        if source.name == "bad.onnx":
+            raise KeyError("something nobody thought of")
+        return good(source, *arguments, **options)
+
+    monkeypatch.setattr(module, "convert", faulty)
+    bad = add_one.with_name("bad.onnx")
+    bad.write_bytes(add_one.read_bytes())
+    result = invoke(bad, add_one, "-o", tmp_path / "r")
+    assert (result.exit_code, (tmp_path / "r" / "add_one").is_dir()) == (1, True)
+    assert "KeyError" in result.stderr
+    assert "Traceback" not in result.output

@@ -226,12 +226,6 @@ def test_a_flat_contract_learns_its_output_from_the_graph(files: Any, make_onnx:
     assert spec.outputs == (TensorSpec("output", "i64", (-1, 2), 0, "y"),)
 
 
-def test_external_data_travels_with_the_graph(files: Any, plus_one: Any) -> None:
-    path = files(CONTRACT, "g.onnx.data", "other.data", contract="input_shape: [4]\nmax_batch_size: 8")
-    plus_one(("n", 4), path=path / "g.onnx")
-    assert sorted(folder.read(path, "m", "cpu", None).files) == ["g.onnx", "g.onnx.data"]
-
-
 # TorchScript and what a trial run learns.
 
 
@@ -309,7 +303,7 @@ def test_rows_that_influence_each_other_less_than_rounding_between_kernels_are_t
 def test_a_model_of_one_row_at_a_time_is_never_coalesced(scripted: Any) -> None:
     _, coalesce, notes = learned(scripted("def forward(self, x): return x.reshape(1, 4)", FLAT))
     assert (coalesce, len(notes)) == (False, 1)
-    assert notes[0].startswith("requests run one by one: two rows at once fail (the TorchScript module failed: ")
+    assert notes[0].startswith("requests run one by one: several rows at once fail (the TorchScript module failed: ")
 
 
 def test_an_output_of_one_entry_for_all_rows_is_never_coalesced(scripted: Any) -> None:
@@ -322,7 +316,7 @@ def test_an_output_declared_with_an_axis_it_lacks_is_never_coalesced(scripted: A
     path = scripted("def forward(self, x): return x.sum(1)", blocks("x", outputs=("y",), dims="[1]"))
     assert learned(path)[1:] == (
         False,
-        ("requests run one by one: two rows give an output of shape [2], not one entry per row",),
+        ("requests run one by one: 3 rows give an output 'y' of shape [3], not one entry per row",),
     )
 
 
@@ -362,7 +356,10 @@ def test_integer_input_is_small_enough_for_an_embedding(scripted: Any) -> None:
     ],
 )
 def test_a_failing_trial_run_asks_for_a_full_declaration(scripted: Any, forward: str, cause: str) -> None:
-    with pytest.raises(BundleError, match=f"a trial run failed .*{cause}.*; declare its shape and datatype"):
+    with pytest.raises(
+        BundleError,
+        match=f"a trial run failed .*{cause}.*; correct the model, or declare the output's shape and datatype",
+    ):
         folder.read(scripted(forward, FLAT), "m", "cpu", None)
 
 

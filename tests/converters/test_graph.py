@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,47 @@ def test_one_axis_name_whose_rows_influence_each_other_is_batched_but_not_shared
     assert prepared.notes == ("requests run one by one: a row gives another result beside other rows",)
 
 
-def test_external_data_beside_the_file_travels_with_it(plus_one: Any, tmp_path: Path) -> None:
-    path = plus_one(("n", 4))
-    for name in ("model.onnx.data", "model.onnx_data", "model.onnx.bak"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "sub").mkdir()
-    assert sorted(read(path).files) == ["model.onnx", "model.onnx.data", "model.onnx_data"]
+@pytest.fixture
+def with_external_data(tmp_path: Path) -> Callable[[str], Path]:
+    """A model whose one weight lies in a file of the given name."""
+    from onnx import TensorProto, external_data_helper, helper, numpy_helper, save
+
+    def make(location: str) -> Path:
+        weight = numpy_helper.from_array(np.arange(4, dtype=np.float32), "w")
+        graph = helper.make_graph(
+            [helper.make_node("Add", ["x", "w"], ["y"])],
+            "external",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])],
+            [weight],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        data = weight.raw_data
+        external_data_helper.set_external_data(model.graph.initializer[0], location, 0, len(data))
+        model.graph.initializer[0].ClearField("raw_data")
+        model.graph.initializer[0].data_location = TensorProto.EXTERNAL
+        if not location.startswith(("/", "..")):
+            (tmp_path / location).parent.mkdir(exist_ok=True)
+            (tmp_path / location).write_bytes(data)
+        save(model, str(tmp_path / "model.onnx"))
+        return tmp_path / "model.onnx"
+
+    return make
+
+
+@pytest.mark.parametrize("location", ["model.onnx.data", "weights.bin", "parts/w0"])
+def test_external_data_travels_with_the_graph_whatever_its_name(
+    with_external_data: Any, run: Any, tmp_path: Path, location: str
+) -> None:
+    prepared = read(with_external_data(location))
+    assert sorted(prepared.files) == sorted(["model.onnx", location])
+    assert run(prepared, tmp_path / "out", np.ones((1, 4), np.float32))[0].tolist() == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname"])
+def test_external_data_outside_the_folder_is_refused(with_external_data: Any, location: str) -> None:
+    with pytest.raises(BundleError, match=r"model\.onnx"):
+        read(with_external_data(location))
 
 
 def test_a_file_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -278,3 +278,22 @@ def test_a_kill_in_the_middle_leaves_nothing_inside_the_repository(source: Path,
     write(prepared(source), tmp_path / "r", force=True)
     assert list(tmp_path.glob(".r-convert-*")) == []
     assert (tmp_path / "r" / "m" / "1" / SPEC_FILE).exists()
+
+
+def test_a_folder_that_is_no_converted_model_is_never_replaced(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "r" / SPEC.name
+    target.mkdir(parents=True)
+    (target / "thesis.txt").write_text("the only copy")
+    for force in (False, True):
+        with pytest.raises(RepositoryError, match="is not a converted model; remove it yourself"):
+            write(prepared(source), tmp_path / "r", force=force)
+    assert (target / "thesis.txt").read_text() == "the only copy"
+
+
+def test_the_folder_a_model_comes_from_is_never_replaced(source: Path, tmp_path: Path) -> None:
+    inside = tmp_path / "r" / SPEC.name / "artifact"
+    inside.parent.mkdir(parents=True)
+    inside.write_bytes(source.read_bytes())
+    with pytest.raises(RepositoryError, match="is where the model comes from; choose another output folder with -o"):
+        write(prepared(inside), tmp_path / "r", force=True)
+    assert inside.read_bytes() == source.read_bytes()

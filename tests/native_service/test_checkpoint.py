@@ -11,7 +11,7 @@ from native_service.checkpoint import output_chunks as cut
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, ResourceExhausted
-from nereid_backend.spec import ModelSpec, TensorSpec
+from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
 Spec = Callable[..., ModelSpec]
 
@@ -182,3 +182,11 @@ def test_output_chunks_join_to_the_tensor(size: int) -> None:
     assert all(list(c.shape) == [size] and c.tensor_name == "output" for c in chunks)
     assert all(len(c.data) == CHUNK_BYTES for c in chunks[:-1])
     assert len(chunks) == max(1, math.ceil(size / CHUNK_BYTES))
+
+
+@pytest.mark.parametrize(("max_batch_size", "sent"), [(0, [1]), (8, [2, 1]), (8, [1])])
+def test_a_scalar_travels_as_a_dimension_of_one(max_batch_size: int, sent: list[int]) -> None:
+    scalar = TensorSpec("x", "f32", (-1,) if max_batch_size else (), 0 if max_batch_size else None)
+    model = ModelSpec("m", "fake", "fake", (scalar,), (scalar,), (Program("f"),), max_batch_size=max_batch_size)
+    full = tuple(sent) if len(sent) == 2 or not max_batch_size else (1, *sent)
+    assert batched_shape(model, scalar, sent) == full

@@ -1,0 +1,98 @@
+"""Whether the rows of a batch are independent, so that rows of different requests may share a run.
+
+Nothing in a file says so: a model that centres its batch, runs a recurrence along axis 0 or branches on ``any()`` has
+the same signature as one that does not, and coalescing it would answer silently wrong. So the model is run on made-up
+rows of several kinds (small, negative, large, zero as padding is) in many arrangements of one size: the same kernels
+run, hence a row's result may not depend on its place or its neighbours. A model that passes may still depend on them in
+a way no made-up row meets; its bundle or folder is then wrong about its batch axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nereid_backend.engines import Array, Engine
+from nereid_backend.errors import EngineError, InvalidArgument
+from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
+
+VARIABLE_SIZE = 2
+_ARRANGEMENTS = 24
+# Relative to the largest value of a row's result. Within one size only the place in a vector register differs; a run of
+# another size may take other kernels, whose rounding a deep model amplifies.
+_SAME_SIZE, _OTHER_SIZE = 1e-3, 5e-2
+
+_FLOAT_KINDS = ((0, 0), (0, 1), (1, 0.5), (-1, 0.5), (0, 100), (100, 10), (-100, 10), (2, 0))
+"""Mean and spread of each made-up row; the first is what padding looks like."""
+
+Row = list[Array]
+
+
+def made_up(inputs: Sequence[TensorSpec], variable: int, rng: np.random.Generator, kind: int) -> Row:
+    """One row per input, [1, ...], with every variable axis at ``variable``; integers are 0 and 1, valid as indices."""
+    mean, spread = _FLOAT_KINDS[kind % len(_FLOAT_KINDS)]
+    row = []
+    for tensor in inputs:
+        shape = [variable if n == VARIABLE else n for n in tensor.at_batch(1)]
+        dtype = tensor.element.numpy
+        if dtype.kind in "biu":
+            values = rng.integers(0, 2, shape) if kind else np.zeros(shape)
+        else:
+            values = rng.normal(mean, spread, shape)
+        row.append(values.astype(dtype))
+    return row
+
+
+def dependence(engine: Engine, spec: ModelSpec, size: int, outputs: Sequence[TensorSpec]) -> str | None:
+    """Why rows must not share a run, None when nothing speaks against it. ``size`` (>= 2) is one the engine can run."""
+    rng = np.random.default_rng(0)
+    pool = [made_up(spec.inputs, VARIABLE_SIZE, rng, kind) for kind in range(len(_FLOAT_KINDS))]
+    padding = pool[0]
+    try:
+        expected = [_run(engine, [row] + [padding] * (size - 1)) for row in pool]
+        if problem := _misshapen(outputs, expected[0], size):
+            return problem
+        for _ in range(_ARRANGEMENTS):
+            places = rng.integers(0, len(pool), size)
+            results = _run(engine, [pool[index] for index in places])
+            for place, index in enumerate(places):
+                if not _agree([r[place] for r in results], [e[0] for e in expected[index]], _SAME_SIZE):
+                    return "a row gives another result beside other rows"
+        if not spec.batch_sizes or 1 in spec.batch_sizes:
+            for row, beside in zip(pool, expected, strict=True):
+                alone = [a.reshape(b.shape[1:]) for a, b in zip(_run(engine, [row]), beside, strict=True)]
+                if not _agree(alone, [b[0] for b in beside], _OTHER_SIZE):
+                    return "a row gives another result beside other rows than alone"
+    except (EngineError, InvalidArgument, ValueError, IndexError) as error:
+        return f"several rows at once fail ({error})"
+    if not all(np.isfinite(array.astype(np.float64)).all() for array in expected[1]):
+        return "the results on made-up input are not finite, so nothing can be compared"
+    return None
+
+
+def _run(engine: Engine, rows: Sequence[Row]) -> list[Array]:
+    """The outputs of one run of ``rows``; copies both ways, as a model may write to its input or return it."""
+    batch = [np.concatenate(arrays) for arrays in zip(*rows, strict=True)]
+    return [np.array(output) for output in engine.run(batch)]
+
+
+def _misshapen(outputs: Sequence[TensorSpec], results: Sequence[Array], size: int) -> str | None:
+    for tensor, result in zip(outputs, results, strict=True):
+        want = tensor.at_batch(size)
+        if len(want) != result.ndim or any(w not in (VARIABLE, g) for w, g in zip(want, result.shape, strict=True)):
+            return f"{size} rows give an output {tensor.name!r} of shape {list(result.shape)}, not one entry per row"
+    return None
+
+
+def _agree(left: Sequence[Array], right: Sequence[Array], tolerance: float) -> bool:
+    for a, b in zip(left, right, strict=True):
+        if a.dtype.kind in "biu":
+            if tolerance == _SAME_SIZE and not np.array_equal(a, b):
+                return False
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        largest = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+        if not np.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+            return False
+    return True
