@@ -81,7 +81,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
                 place(source, version / name, link=link)
             for directory in (version, fresh):
                 _sync(directory)
-            _swap_in(fresh, target)
+            _swap_in(fresh, target, replace=force)
             _sync(repository)
     except OSError as error:
         raise RepositoryError(
@@ -142,10 +142,10 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _swap_in(fresh: Path, target: Path) -> None:
+def _swap_in(fresh: Path, target: Path, *, replace: bool) -> None:
     """Put ``fresh`` at ``target``; what was there ends in ``fresh``'s place, which the caller removes."""
-    if not target.exists():
-        fresh.rename(target)
+    if not (replace and target.exists()):
+        fresh.rename(target)  # fails when somebody else has put a model there meanwhile
         return
     libc = ctypes.CDLL(None, use_errno=True)
     names = (os.fsencode(fresh), os.fsencode(target))

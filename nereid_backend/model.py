@@ -47,6 +47,10 @@ class TritonPythonModel:
         except NereidError as error:
             # Triton shows this text to whoever asked for the load.
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
+            reason = (str(error).splitlines() or [""])[0]
+            raise pb_utils.TritonModelException(f"{type(error).__name__}: {reason}") from error
 
     def _open(self, spec: ModelSpec, directory: Path) -> None:
         self._spec = spec

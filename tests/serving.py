@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import signal
 import subprocess
@@ -24,6 +25,7 @@ class Served:
         self.state_file = folder / f"state-{time.monotonic_ns()}.json"
         command = [sys.executable, "-m", "native_service.cli", "serve", *arguments, "--state", str(self.state_file)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        atexit.register(self.process.kill)  # a test that fails half-way must not leave a server behind
         self.state: dict[str, Any] = {}
         if wait:
             self.wait_until_ready()
