@@ -111,7 +111,7 @@ def test_a_signal_ends_a_running_service_with_0_and_nothing_is_left(nereid: Nere
     state = nereid.ready()
     assert state["pid"] == nereid.process.pid
     assert state["models"] == ["a", "b"]
-    with grpc.insecure_channel(str(state["native"])) as channel:
+    with grpc.insecure_channel(str(state["address"])) as channel:
         view = channel.unary_unary(
             "/inference.Nereid/ViewModels", pb.ViewModelsRequest.SerializeToString, pb.ViewModelsResponse.FromString
         )
@@ -119,7 +119,7 @@ def test_a_signal_ends_a_running_service_with_0_and_nothing_is_left(nereid: Nere
     nereid.process.send_signal(number)
     code, out, _ = nereid.end()
     assert code == 0
-    assert out.startswith(f"nereid is ready on {state['native']} with a, b")
+    assert out.startswith(f"nereid is ready on {state['address']} with a, b")
     assert nereid.left() == []
 
 
