@@ -152,7 +152,11 @@ def _lua(models: Sequence[Admitted]) -> str:
 _LUA = """
 function envoy_on_request(request)
   local headers = request:headers()
-  headers:remove(header)
+  if headers:get(header) then
+    -- Not the caller's to choose: it would get around the permits, or to calls that are switched off.
+    headers:remove(header)
+    request:clearRouteCache()
+  end
   local timeout = headers:get("grpc-timeout")
   if timeout and (timeout:match("^%d+[nu]$") or timeout:match("^%dm$")) then
     -- Triton 2.51 can crash on a deadline that passes while it sets the request up; the client ends the call itself.

@@ -35,6 +35,7 @@ class Front:
     def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer) -> None:
         self._program, self._run, self._triton = envoy, run, triton
         self._envoy: EnvoyServer | None = None
+        self._server: NativeServer | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._ending = contextlib.AsyncExitStack()
 
@@ -59,6 +60,7 @@ class Front:
         largest = max(limits.max_request_bytes, limits.max_message_bytes)
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
+        self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
         self._envoy = EnvoyServer(
             self._program,
@@ -75,6 +77,10 @@ class Front:
         self._ending.push_async_callback(service.set_serving, False)
         return bound
 
+    async def is_ready(self) -> bool:
+        """Whether a call would be answered now: Triton serves every model and the address is open."""
+        return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
+
     @property
     def envoy_pid(self) -> int | None:
         return None if self._envoy is None else self._envoy.pid
@@ -87,6 +93,8 @@ class Front:
         for service in self._services:
             service.set_models(specs)
         await self._envoy.set_models(models)
+        if self._server is not None:
+            await self._server.set_models([spec.name for spec in specs])
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

@@ -120,7 +120,8 @@ class NativeServer:
     """Our gRPC server behind Envoy. ``start`` once, ``set_serving`` as Triton comes and goes, ``stop`` at the end."""
 
     def __init__(self, handlers: Sequence[Any], models: Sequence[str], max_message_bytes: int) -> None:
-        self._names = ("", SERVICE, KSERVE, *models)
+        self._models = tuple(models)
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=(
@@ -141,9 +142,18 @@ class NativeServer:
 
     async def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 says for the server, the services and every model."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._names:
-            await self._health.set(name, status)
+        answers = health_pb2.HealthCheckResponse
+        self._status = answers.SERVING if serving else answers.NOT_SERVING
+        for name in ("", SERVICE, KSERVE, *self._models):
+            await self._health.set(name, self._status)
+
+    async def set_models(self, models: Sequence[str]) -> None:
+        """The models health is told for; one that went is SERVICE_UNKNOWN to those who watch it."""
+        for name in set(self._models) - set(models):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        self._models = tuple(models)
+        for name in models:
+            await self._health.set(name, self._status)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish within ``grace_s``, cut the rest."""

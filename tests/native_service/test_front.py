@@ -74,6 +74,12 @@ async def status(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
+async def health(channel: Any, name: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer: int = (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+    return answer
+
+
 async def all_of(call: Any) -> list[Any]:
     return [response async for response in call]
 
@@ -126,6 +132,27 @@ def test_unknown_models_and_versions_never_reach_triton(
                 assert (await status(infer(service.channel, request_, metadata=metadata)))[0] is grpc.StatusCode[code]
             assert service.triton.requests == []
             assert (await infer(service.channel, infer_request(version="1"))).outputs
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_cannot_choose_the_way_of_a_call(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=1) as service:
+            index = service.channel.unary_unary(
+                KSERVE + "RepositoryIndex",
+                service_pb2.RepositoryIndexRequest.SerializeToString,
+                service_pb2.RepositoryIndexResponse.FromString,
+            )
+            for cluster in ("triton", "model_adder"):
+                # The fake Triton does not know this call: our service has answered.
+                answer = await index(service_pb2.RepositoryIndexRequest(), metadata=(("nereid-cluster", cluster),))
+                assert [model.name for model in answer.models] == ["adder"]
+            service.triton.behave = service.triton.never
+            running = infer(service.channel)
+            await until_permits(service, 1)
+            assert await status(infer(service.channel, metadata=(("nereid-cluster", "triton"),))) == FULL
+            running.cancel()
 
     asyncio.run(scenario())
 
@@ -311,7 +338,9 @@ def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting:
             for number in range(50):
                 await service.front.set_models([*stays, Admitted(spec(f"guest{number}"), 1)])
                 assert (await infer(service.channel, infer_request(model=f"guest{number}"))).outputs
+                assert await health(service.channel, f"guest{number}") == health_pb2.HealthCheckResponse.SERVING
                 await service.front.set_models(stays)
+                assert await health(service.channel, "adder") == health_pb2.HealthCheckResponse.SERVING
                 code, _ = await status(infer(service.channel, infer_request(model=f"guest{number}")))
                 assert code is grpc.StatusCode.NOT_FOUND
             done = True
@@ -366,12 +395,9 @@ def test_a_running_call_is_answered_when_the_front_stops(fronting: Fronting, spe
             service.triton.behave = slow
             calls = [infer(service.channel), infer(service.channel, infer_request((16,)))]
             await until_permits(service, 2)
-            health = health_pb2_grpc.HealthStub(service.channel)
             stopping = asyncio.create_task(service.front.stop())
             await asyncio.sleep(0.3)
-            assert (await health.Check(health_pb2.HealthCheckRequest())).status == (
-                health_pb2.HealthCheckResponse.NOT_SERVING
-            )
+            assert await health(service.channel, "") == health_pb2.HealthCheckResponse.NOT_SERVING
             for answer in await asyncio.gather(*(_awaited(call) for call in calls)):
                 assert answer.outputs
             await asyncio.wait_for(stopping, 5)
