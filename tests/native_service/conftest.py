@@ -177,14 +177,14 @@ class Fronted:
 
 @asynccontextmanager
 async def fronted(
-    folder: Path, *specs: ModelSpec, capacity: int = 2, limits: Limits | None = None
+    folder: Path, *specs: ModelSpec, capacity: int = 2, limits: Limits | None = None, bind: str = "127.0.0.1:0"
 ) -> AsyncIterator[Fronted]:
     triton = FakeTriton()
     run = RunDirectory.open(folder)
     try:
         async with FakeServer(triton) as back:
             front = Front(envoy_install.find(), run, back)  # type: ignore[arg-type]
-            settings = ServerSettings(bind_addr="127.0.0.1:0", ml_backends_path=".", limits=limits or Limits())
+            settings = ServerSettings(bind_addr=bind, ml_backends_path=".", limits=limits or Limits())
             try:
                 address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
                 async with grpc.aio.insecure_channel(address) as channel:

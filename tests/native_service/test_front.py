@@ -17,10 +17,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
+from native_service import front
 from native_service.envoy_config import Admitted
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
-from nereid_backend.errors import EnvoyUnavailable
+from nereid_backend.errors import EnvoyUnavailable, SettingsError
 from nereid_backend.spec import ModelSpec
 
 Fronting = Callable[..., Any]
@@ -102,6 +103,41 @@ def test_only_a_left_out_batch_dimension_takes_the_way_through_our_service(
             assert list(seen.inputs[0].shape) == list(shape if direct else (1, *shape))
             counters = await service.front.admin.counters(r"^cluster\.service\.upstream_rq_total$")
             assert counters == {"cluster.service.upstream_rq_total": 0 if direct else 1}
+
+    asyncio.run(scenario())
+
+
+def test_an_ipv6_address_is_served(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), bind="[::1]:0") as service:
+            assert service.address.startswith("[::1]:")
+            assert (await infer(service.channel)).outputs
+
+    asyncio.run(scenario())
+
+
+def test_a_port_somebody_has_is_one_message(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            with pytest.raises(SettingsError, match=r"server.bind_addr 127.0.0.1:\d+ cannot be bound"):
+                async with fronting(spec(), bind=service.address):
+                    pass
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_nobody_uses_does_not_keep_the_front_from_stopping(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_DRAIN_S", 0.5)
+
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            call = stream(service.channel)
+            await call.write(infer_request())
+            assert (await call.read()).infer_response.outputs
+            await asyncio.wait_for(service.front.stop(), 5)
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(scenario())
 

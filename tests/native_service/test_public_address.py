@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import queue
 import random
-import re
 import signal
 import threading
 import time
@@ -272,12 +271,33 @@ def stopped(served: Served, model: str) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def refusals(served: Served, model: str) -> int:
+def metrics(served: Served) -> dict[str, float]:
+    """Every series and its value, after checking that none comes twice."""
     with urllib.request.urlopen(f"http://{served.state['http']}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    series = rf'nv_inference_request_failure{{model="{model}",reason="REJECTED",version="1"}} (\d+)'
-    (count,) = re.findall(series, text)
-    return int(count)
+        lines = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
+    series = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    assert len(series) == len(lines)
+    return series
+
+
+def refusals(served: Served, model: str) -> float:
+    return metrics(served)[f'nv_inference_request_failure{{model="{model}",reason="REJECTED",version="1"}}']
+
+
+def test_m1_m4_each_request_counts_once_and_unknown_models_nowhere(served: Served, client: Any) -> None:
+    def counts() -> dict[str, float]:
+        found = metrics(served)
+        names = ("request_success", "count", "exec_count")
+        return {name: found[f'nv_inference_{name}{{model="multi",version="1"}}'] for name in names}
+
+    before = counts()
+    infer(client, "multi", a=np.repeat(A, 2, 0), b=np.repeat(B, 2, 0))
+    code_of(lambda: client.infer("nobody", [tensor("input", A)]))
+    after = counts()
+    assert {name: after[name] - before[name] for name in after} == {"request_success": 1, "count": 2, "exec_count": 1}
+    assert not [name for name in metrics(served) if "nobody" in name]
+    for model in ("adder", "whole", "multi", "single"):
+        assert f'nv_inference_request_success{{model="{model}",version="1"}}' in metrics(served)
 
 
 def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Served, client: Any) -> None:
