@@ -29,6 +29,7 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
+	$(BIN)/python tests/bench/front.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

@@ -53,6 +53,7 @@ def nereid() -> None:
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file (default: ./nereid.yaml).")
 @click.option("--tritonserver", type=click.Path(path_type=Path), help="Server to run (default: found or fetched).")
+@click.option("--envoy", type=click.Path(path_type=Path), help="Envoy to run (default: the installed one).")
 @click.option("--bind", metavar="IP:PORT", help="Address of the service (default: 127.0.0.1:50051).")
 @click.option("--http", metavar="IP:PORT", help="Address of health and metrics over HTTP (default: off).")
 @click.option("--state", type=click.Path(path_type=Path), help="Write addresses and pid here, as JSON, once ready.")
@@ -61,6 +62,7 @@ def serve(
     path: Path | None,
     config: Path | None,
     tritonserver: Path | None,
+    envoy: Path | None,
     bind: str | None,
     http: str | None,
     state: Path | None,
@@ -87,7 +89,8 @@ def serve(
         chosen = settings.for_folder(path, bind=bind or settings.DEFAULT_BIND, http=http)
     else:
         chosen = settings.with_addresses(settings.load(config or Path(settings.DEFAULT_FILE)), bind, http)
-    sys.exit(asyncio.run(supervisor.serve(chosen, tritonserver=tritonserver, state_file=state, announce=_announce)))
+    serving = supervisor.serve(chosen, tritonserver=tritonserver, envoy=envoy, state_file=state, announce=_announce)
+    sys.exit(asyncio.run(serving))
 
 
 def _leave(_number: int, _frame: Any) -> None:

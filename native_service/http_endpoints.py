@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
+from native_service.metrics import with_refusals
 from native_service.settings import Address
-from nereid_backend.errors import SettingsError
+from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
 _METRICS_TIMEOUT_S = 5.0
 _METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -18,13 +19,21 @@ class HttpEndpoints:
     """The HTTP server on ``server.http_addr``."""
 
     def __init__(
-        self, bind: Address, *, models: Collection[str], is_ready: Callable[[], Awaitable[bool]], metrics: str
+        self,
+        bind: Address,
+        *,
+        models: Collection[str],
+        is_ready: Callable[[], Awaitable[bool]],
+        metrics: str,
+        refusals: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:
-        """``is_ready`` tells whether calls would be served now; ``metrics`` is Triton's metrics ``host:port``."""
+        """``is_ready`` tells whether calls would be served now; ``metrics`` is Triton's metrics ``host:port``;
+        ``refusals`` counts the calls of each model that found no permit."""
         self._bind = bind
         self._models = frozenset(models)
         self._is_ready = is_ready
         self._metrics_url = f"http://{metrics}/metrics"
+        self._refusals = refusals
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
@@ -71,6 +80,11 @@ class HttpEndpoints:
             return web.Response(status=503)
         try:
             async with self._session.get(self._metrics_url) as answer:
-                return web.Response(body=await answer.read(), status=answer.status, headers=_METRICS_HEADERS)
+                if answer.status != 200:
+                    return web.Response(status=503, text="Triton has no metrics\n")
+                text = with_refusals(await answer.text(), await self._refusals())
         except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
             return web.Response(status=503, text="Triton does not answer\n")
+        except EnvoyUnavailable as error:
+            return web.Response(status=503, text=f"{error}\n")
+        return web.Response(body=text.encode(), headers=_METRICS_HEADERS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -12,43 +10,29 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
 from native_service.checkpoint import Budget, CheckpointInput, CheckpointReader, output_chunks
-from native_service.permits import Permits
+from native_service.envoy_config import KSERVE
+from native_service.grpc_edge import Inference, errors_told
 from native_service.proto import inference_pb2
-from native_service.settings import Address, Limits
-from nereid_backend.errors import DeadlineExceeded, EngineError, NereidError, SettingsError
+from native_service.settings import Limits
+from nereid_backend.errors import EngineError, ResourceExhausted
 from nereid_backend.spec import ModelSpec
 
-_LOG = logging.getLogger("nereid.service")
-
 SERVICE = "inference.Nereid"
-# Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
-_STUB_IS_DEAD = "is not healthy"
-# Triton 2.51 can crash on a deadline that passes while the request is being set up.
-_SHORTEST_DEADLINE_S = 0.010
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A loaded model and how many calls it takes at once."""
-
-    spec: ModelSpec
-    permits: Permits
 
 
 class NereidService:
     """The three calls of ``inference.Nereid`` for the models of one Triton."""
 
-    def __init__(self, models: Sequence[ServedModel], channel: Any, limits: Limits) -> None:
-        """``channel`` is a grpc.aio channel to Triton; the order of ``models`` is the order of ViewModels."""
-        self._permits = {model.spec.name: model.permits for model in models}
-        self._specs: Mapping[str, ModelSpec] = {model.spec.name: model.spec for model in models}
+    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits) -> None:
+        """The order of ``models`` is the order of ViewModels."""
+        self.set_models(models)
+        self._inference = inference
         self._limits = limits
         self._budget = Budget(limits.max_buffered_bytes)
-        self._infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelInferResponse.FromString,
-        )
+
+    def set_models(self, models: Sequence[ModelSpec]) -> None:
+        """What is served from now on."""
+        self._specs: Mapping[str, ModelSpec] = {spec.name: spec for spec in models}
 
     @property
     def handler(self) -> Any:
@@ -77,35 +61,31 @@ class NereidService:
 
     async def checkpoint(self, requests: AsyncIterator[inference_pb2.CheckpointRequest], context: Any) -> None:
         """One tensor in, all outputs back; nothing runs before the client has closed its side."""
-        try:
+        async with errors_told(context):
             response, spec = await self._answer(requests, context)
             await self._stream(response, spec, context)
-        except NereidError as error:
-            await context.abort(grpc.StatusCode[error.code], str(error))
-        except grpc.aio.AioRpcError as error:
-            # Triton's own code and words: the runtime inside has made them fit for a client.
-            details = error.details() or "Triton gave no reason"
-            if _STUB_IS_DEAD in details:
-                _LOG.error("%s; its process has died, restart the server", details)
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the model's process has died; try later")
-            await context.abort(error.code(), details)
-        except Exception:  # noqa: BLE001 - the edge of this process towards its clients
-            _LOG.exception("a Checkpoint call failed in a way nobody planned for")
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 
     async def _answer(self, requests: AsyncIterator[Any], context: Any) -> tuple[Any, ModelSpec]:
         reader = CheckpointReader(self._specs, self._limits, self._budget)
         try:
             async for message in requests:
+                self._check_size(message)
                 reader.receive(message)
                 if not reader.needs_input:
                     break
             request = reader.finish()
-            # Only now: a client that uploads slowly must not keep others from running.
-            with self._permits[request.model.name].hold():
-                return await self._infer(_infer_request(request), timeout=_time_left(context)), request.model
+            # Only now a permit is taken: a client that uploads slowly must not keep others from running.
+            return await self._inference.run(_infer_request(request), context), request.model
         finally:
             reader.close()
+
+    def _check_size(self, message: Any) -> None:
+        # The server itself takes larger messages, for ModelInfer.
+        if message.ByteSize() > self._limits.max_message_bytes:
+            raise ResourceExhausted(
+                f"a Checkpoint message of {message.ByteSize()} bytes is over the limit of this server,"
+                f" {self._limits.max_message_bytes} (server.limits.max_message_bytes); send smaller chunks"
+            )
 
     async def _stream(self, response: Any, spec: ModelSpec, context: Any) -> None:
         """The log line, every output in the order of the specification, the end."""
@@ -136,48 +116,44 @@ def _infer_request(request: CheckpointInput) -> Any:
     return message
 
 
-def _time_left(context: Any) -> float | None:
-    """Seconds the client still waits, None when it waits for ever."""
-    left: float | None = context.time_remaining()
-    if left is not None and left < _SHORTEST_DEADLINE_S:
-        raise DeadlineExceeded("the deadline leaves no time to run the model")
-    return left
-
-
 class NativeServer:
-    """The listening server. ``start`` once, ``set_serving`` as Triton comes and goes, ``stop`` at the end."""
+    """Our gRPC server behind Envoy. ``start`` once, ``set_serving`` as Triton comes and goes, ``stop`` at the end."""
 
-    def __init__(self, service: NereidService, names: Sequence[str], bind: Address, limits: Limits) -> None:
-        self._bind = bind
-        self._names = ("", SERVICE, *names)
+    def __init__(self, handlers: Sequence[Any], models: Sequence[str], max_message_bytes: int) -> None:
+        self._models = tuple(models)
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=(
-                ("grpc.max_receive_message_length", limits.max_message_bytes),
+                ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 # Without this a second server on the same port would silently take half of the calls.
                 ("grpc.so_reuseport", 0),
             )
         )
-        self._server.add_generic_rpc_handlers((service.handler,))
+        self._server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    async def start(self) -> Address:
-        """Listen; the address with its real port. Raises SettingsError when the port cannot be had."""
-        try:
-            port = self._server.add_insecure_port(str(self._bind))
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise SettingsError(f"server.bind_addr {self._bind} cannot be bound: is another program listening there?")
+    async def start(self, target: str) -> int:
+        """Listen on ``target`` (``unix:/path`` or ``127.0.0.1:0``); the port, 1 for a socket of the file system."""
+        port: int = self._server.add_insecure_port(target)
         await self._server.start()
-        return self._bind._replace(port=port)
+        return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 says for the server, the service and every model."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._names:
-            await self._health.set(name, status)
+        """What grpc.health.v1 says for the server, the services and every model."""
+        answers = health_pb2.HealthCheckResponse
+        self._status = answers.SERVING if serving else answers.NOT_SERVING
+        for name in ("", SERVICE, KSERVE, *self._models):
+            await self._health.set(name, self._status)
+
+    async def set_models(self, models: Sequence[str]) -> None:
+        """The models health is told for; one that went is SERVICE_UNKNOWN to those who watch it."""
+        for name in set(self._models) - set(models):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        self._models = tuple(models)
+        for name in models:
+            await self._health.set(name, self._status)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish within ``grace_s``, cut the rest."""

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from native_service import launch
 
@@ -56,10 +57,12 @@ async def start(
     *,
     stdin: int = asyncio.subprocess.DEVNULL,
     longest_line: int = _READ_BYTES,
+    folder: Path | None = None,
 ) -> Child:
     """Start ``command`` as the leader of a new session; it is killed when this process dies.
 
-    ``longest_line`` is in bytes and counts for ``readline`` only. A session of its own keeps a terminal's Ctrl-C
+    ``longest_line`` is in bytes and counts for ``readline`` only; ``folder`` is the working directory, None keeps ours.
+    A session of its own keeps a terminal's Ctrl-C
     with the supervisor, which stops its children in order. The pipes are ours and not asyncio's, whose ``wait``
     returns only when every holder of a pipe is gone: a grandchild that hangs would hide the child's death.
     """
@@ -77,6 +80,7 @@ async def start(
             stdout=out_write,
             stderr=err_write,
             env=dict(environment),
+            cwd=folder,
             start_new_session=True,
         )
     except BaseException:  # a cancelled start must not leave open pipes either

@@ -37,6 +37,7 @@ class RunDirectory:
     def __init__(self, path: Path, lease: int) -> None:
         self.path = path
         self._lease: int | None = lease
+        self._folder = os.open(path, os.O_PATH | os.O_DIRECTORY)
 
     @classmethod
     def open(cls, cache_folder: Path) -> RunDirectory:
@@ -60,6 +61,11 @@ class RunDirectory:
         return self.path / "triton_models"
 
     @property
+    def short_path(self) -> str:
+        """The folder by a name of a few characters, for this process only: a socket's path may have 107."""
+        return f"/proc/self/fd/{self._folder}"
+
+    @property
     def shared_memory_prefix(self) -> str:
         return _prefix(self.path)
 
@@ -73,6 +79,7 @@ class RunDirectory:
         if self._lease is None:
             return
         _clear(self.path)
+        os.close(self._folder)
         os.close(self._lease)
         self._lease = None
 

@@ -95,7 +95,9 @@ class Limits(_Section):
     """Bounds on what one caller may cost; exceeding one is a clear error for that caller."""
 
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = 4 * 1024 * 1024
-    """Largest single gRPC message a client may send."""
+    """Largest single message of a Checkpoint call."""
+    max_request_bytes: Annotated[int, Field(gt=0, le=1024 * 1024 * 1024)] = 128 * 1024 * 1024
+    """Largest ModelInfer request, all tensors together; a connection may buffer that much."""
     max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     """Largest input tensor of a Checkpoint call, all chunks together."""
     max_buffered_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024 * 1024

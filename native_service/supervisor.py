@@ -1,4 +1,4 @@
-"""``nereid serve``: converts, starts Triton, loads, opens the native address, and ends everything in order."""
+"""``nereid serve``: converts, starts Triton, loads, opens the public address, and ends everything in order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, preflight
+from native_service import embedded_triton, envoy_install, preflight
 from native_service.conversion import Converter, Source
+from native_service.envoy_config import Admitted
+from native_service.front import Front
 from native_service.http_endpoints import HttpEndpoints
-from native_service.nereid_grpc import NativeServer, NereidService, ServedModel
-from native_service.permits import Permits
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
 from native_service.triton_process import TritonServer
@@ -28,7 +28,6 @@ from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.serve")
 
-_DRAIN_S = 10.0
 T = TypeVar("T")
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,7 +37,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Endpoints:
     """Where a running service listens; ``http`` is None when it is off."""
 
-    native: Address
+    public: Address
     http: Address | None
     triton_grpc: str
     triton_http: str
@@ -49,7 +48,7 @@ class Endpoints:
         """The text of the state file."""
         state = {
             "pid": os.getpid(),
-            "native": str(self.native),
+            "address": str(self.public),
             "triton_grpc": self.triton_grpc,
             "triton_http": self.triton_http,
             "triton_metrics": self.triton_metrics,
@@ -63,29 +62,33 @@ async def serve(
     settings: Settings,
     *,
     tritonserver: Path | None = None,
+    envoy: Path | None = None,
     state_file: Path | None = None,
     announce: Callable[[str], None] = print,
 ) -> int:
-    """Serve until SIGTERM or SIGINT (0) or until Triton ends by itself (1). Raises NereidError for a failed start.
+    """Serve until SIGTERM or SIGINT (0), or until Triton ends by itself or Envoy cannot be kept up (1).
 
-    On every way out nothing is left: no process, no shared memory, no run directory, no state file.
+    Raises NereidError for a failed start. On every way out nothing is left: no process, no shared memory, no run
+    directory, no state file.
     """
+    if state_file is not None and (state_file.is_dir() or not state_file.absolute().parent.is_dir()):
+        raise SettingsError(f"--state {state_file} must be a file in a folder that is there")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     try:
         async with contextlib.AsyncExitStack() as ending:
-            running = await _unless(stop, _start(settings, tritonserver, state_file, ending))
+            running = await _unless(stop, _start(settings, tritonserver, envoy, ending))
             if running is None:
                 _LOG.info("stopped before it was ready")
                 return 0
-            endpoints, triton = running
+            endpoints, triton, front = running
             if state_file is not None:
                 _write_atomically(state_file, endpoints.to_json())
                 ending.callback(_remove_own, state_file, endpoints.to_json())
             announce(_greeting(endpoints))
-            reason = await _unless(stop, triton.wait())
+            reason = await _unless(stop, _first(triton.wait(), front.wait()))
             if reason is None:
                 _LOG.info("stopping")
                 return 0
@@ -99,15 +102,14 @@ async def serve(
 
 
 async def _start(
-    settings: Settings, tritonserver: Path | None, state_file: Path | None, ending: contextlib.AsyncExitStack
-) -> tuple[Endpoints, TritonServer]:
+    settings: Settings, tritonserver: Path | None, envoy: Path | None, ending: contextlib.AsyncExitStack
+) -> tuple[Endpoints, TritonServer, Front]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
             _check_free(key, address)
-    if state_file is not None and (state_file.is_dir() or not state_file.absolute().parent.is_dir()):
-        raise SettingsError(f"--state {state_file} must be a file in a folder that is there")
+    envoy = envoy_install.find(envoy)
     install = await embedded_triton.find(tritonserver)
     preflight.check(install)
     run = RunDirectory.open(cache_folder())
@@ -121,22 +123,19 @@ async def _start(
     ending.push_async_callback(triton.stop)
     await triton.start()
     await _load_all(triton, specs, server.limits.load_timeout_s)
+    front = Front(envoy, run, triton)
+    ending.push_async_callback(front.stop)
+    models = [Admitted(spec, source.settings.queue_capacity) for spec, source in zip(specs, sources, strict=True)]
+    public = await front.start(models, server)
     names = tuple(spec.name for spec in specs)
-    http = None
+    http, where = None, triton.addresses
     if server.http is not None:
-        endpoints = HttpEndpoints(server.http, models=names, is_ready=triton.is_ready, metrics=triton.addresses.metrics)
+        endpoints = HttpEndpoints(
+            server.http, models=names, is_ready=front.is_ready, metrics=where.metrics, refusals=front.admin.refusals
+        )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)
-    models = [
-        ServedModel(spec, Permits(source.settings.queue_capacity)) for spec, source in zip(specs, sources, strict=True)
-    ]
-    service = NereidService(models, triton.channel, server.limits)
-    native = NativeServer(service, names, server.bind, server.limits)
-    ending.push_async_callback(native.stop, _DRAIN_S)
-    bound = await native.start()
-    await native.set_serving(True)
-    where = triton.addresses
-    return Endpoints(bound, http, where.grpc, where.http, where.metrics, names), triton
+    return Endpoints(public, http, where.grpc, where.http, where.metrics, names), triton, front
 
 
 async def _convert_all(converter: Converter, sources: Sequence[Source], repository: Path) -> list[ModelSpec]:
@@ -168,6 +167,18 @@ async def _load_all(triton: TritonServer, specs: Sequence[ModelSpec], timeout_s:
             _LOG.info("loaded %s (%s on %s)", spec.name, spec.engine, spec.device)
     if problems:
         raise ModelLoadError("\n".join(problems))
+
+
+async def _first(*work: Coroutine[Any, Any, T]) -> T:
+    """The result of whichever ends first; the others have been cancelled and are over."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await done.pop()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -216,8 +227,5 @@ def _remove_own(path: Path, text: str) -> None:
 
 
 def _greeting(endpoints: Endpoints) -> str:
-    http = "" if endpoints.http is None else f", health and metrics on http://{endpoints.http}"
-    return (
-        f"nereid is ready on {endpoints.native} with {', '.join(endpoints.models)}"
-        f" (KServe v2: grpc {endpoints.triton_grpc}, http {endpoints.triton_http}{http})"
-    )
+    http = "" if endpoints.http is None else f"; health and metrics on http://{endpoints.http}"
+    return f"nereid is ready on {endpoints.public} with {', '.join(endpoints.models)}{http}"

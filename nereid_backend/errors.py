@@ -111,6 +111,12 @@ class TritonUnavailable(NereidError):
     code = "UNAVAILABLE"
 
 
+class EnvoyUnavailable(NereidError):
+    """No Envoy can be found or started."""
+
+    code = "UNAVAILABLE"
+
+
 class ModelLoadError(NereidError):
     """Triton could not load a model, or did not within its deadline."""
 

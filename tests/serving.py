@@ -78,7 +78,7 @@ def our_shared_memory(pid: int) -> list[str]:
 
 
 def checkpoint(served: Served, messages: list[Any]) -> list[Any]:
-    with grpc.insecure_channel(served.state["native"]) as channel:
+    with grpc.insecure_channel(served.state["address"]) as channel:
         call = channel.stream_stream(
             "/inference.Nereid/Checkpoint",
             request_serializer=pb.CheckpointRequest.SerializeToString,

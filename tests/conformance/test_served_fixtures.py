@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[Any]:
-    with tritonclient.InferenceServerClient(served.state["triton_grpc"]) as client:
+    with tritonclient.InferenceServerClient(served.state["address"]) as client:
         yield client
 
 
@@ -122,7 +122,7 @@ def test_k1_k2_raw_and_typed_contents_give_the_same_bytes(served: Served, client
     request = service_pb2.ModelInferRequest(model_name="model3", id="typed")
     tensor = request.inputs.add(name="input", datatype="FP32", shape=[1, 16])
     tensor.contents.fp32_contents.extend(R16)
-    with grpc.insecure_channel(served.state["triton_grpc"]) as channel:
+    with grpc.insecure_channel(served.state["address"]) as channel:
         call = channel.unary_unary(
             "/inference.GRPCInferenceService/ModelInfer",
             service_pb2.ModelInferRequest.SerializeToString,
@@ -201,7 +201,7 @@ def test_a_bundle_without_batch_sizes_answers_at_its_own_shape(client: Any) -> N
 def test_c17_the_models_are_listed_as_configured(served: Served) -> None:
     from native_service.proto import inference_pb2 as pb
 
-    with grpc.insecure_channel(served.state["native"]) as channel:
+    with grpc.insecure_channel(served.state["address"]) as channel:
         names = channel.unary_unary(
             "/inference.Nereid/ViewModels", pb.ViewModelsRequest.SerializeToString, pb.ViewModelsResponse.FromString
         )

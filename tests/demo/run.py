@@ -71,11 +71,11 @@ def wait_until_ready(server: subprocess.Popen[bytes], state_file: Path) -> dict[
 
 def drive(state: dict[str, Any]) -> list[tuple[Any, ...]]:
     held_out = np.load(BUNDLES / "held_out.npz")
-    client = triton.InferenceServerClient(state["triton_grpc"])
+    client = triton.InferenceServerClient(state["address"])
     return [
         digits(client, held_out["images"], held_out["labels"]),
         magika(client),
-        projection(state["native"], held_out["images"]),
+        projection(state["address"], held_out["images"]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A fake Triton that answers ModelInfer in this process, and the native server in front of it."""
+"""A fake Triton that answers ModelInfer in this process; our gRPC server before it, alone or behind a real Envoy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,9 +16,14 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from native_service.nereid_grpc import NativeServer, NereidService, ServedModel
-from native_service.permits import Permits
-from native_service.settings import Address, Limits
+from native_service import envoy_install
+from native_service.envoy_config import Admitted
+from native_service.front import Front
+from native_service.grpc_edge import Inference
+from native_service.kserve_grpc import KServeService
+from native_service.nereid_grpc import NativeServer, NereidService
+from native_service.run_directory import RunDirectory
+from native_service.settings import Limits, ServerSettings
 from nereid_backend.spec import ModelSpec, TensorSpec
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -88,46 +95,109 @@ class FakeTriton:
         return answer
 
 
+class FakeServer:
+    """What the front asks of a TritonServer, with FakeTriton answering."""
+
+    def __init__(self, triton: FakeTriton) -> None:
+        self.triton = triton
+        self.server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        self.addresses: Any = None
+        self.channel: Any = None
+
+    async def __aenter__(self) -> FakeServer:
+        calls = {
+            "ModelInfer": (self.triton.infer, service_pb2.ModelInferRequest, service_pb2.ModelInferResponse),
+            "ModelReady": (self._ready, service_pb2.ModelReadyRequest, service_pb2.ModelReadyResponse),
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(call, request.FromString, response.SerializeToString)
+            for name, (call, request, response) in calls.items()
+        }
+        service = "inference.GRPCInferenceService"
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.addresses = SimpleNamespace(grpc=f"127.0.0.1:{port}")
+        self.channel = grpc.aio.insecure_channel(self.addresses.grpc)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.server.stop(0)
+
+    async def is_ready(self) -> bool:
+        return True
+
+    async def _ready(self, _request: Any, _context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=True)
+
+
 class Service:
     """The running pair, and a channel to its front."""
 
-    def __init__(
-        self, triton: FakeTriton, native: NativeServer, address: Address, channel: Any, models: list[ServedModel]
-    ) -> None:
+    def __init__(self, triton: FakeTriton, native: NativeServer, channel: Any) -> None:
         self.triton = triton
         self.native = native
-        self.address = address
         self.channel = channel
-        self.models = {model.spec.name: model for model in models}
 
 
 @asynccontextmanager
-async def running(*specs: ModelSpec, capacity: int = 2, limits: Limits | None = None) -> AsyncIterator[Service]:
+async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncIterator[Service]:
+    """Our gRPC server directly before the fake Triton: no Envoy, no permits."""
     limits = limits or Limits()
     triton = FakeTriton()
-    back = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(
-        triton.infer,
-        service_pb2.ModelInferRequest.FromString,
-        service_pb2.ModelInferResponse.SerializeToString,
-    )
-    service_name = "inference.GRPCInferenceService"
-    back.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, {"ModelInfer": handler}),))
-    port = back.add_insecure_port("127.0.0.1:0")
-    await back.start()
-    models = [ServedModel(spec, Permits(capacity)) for spec in specs]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as to_triton:
-        native = NativeServer(
-            NereidService(models, to_triton, limits), [spec.name for spec in specs], Address("127.0.0.1", 0), limits
+    async with FakeServer(triton) as back:
+        inference = Inference(back.channel)
+        handlers = (
+            NereidService(specs, inference, limits).handler,
+            KServeService(specs, inference, back.channel, back.is_ready).handler,
         )
-        address = await native.start()
+        native = NativeServer(handlers, [spec.name for spec in specs], limits.max_request_bytes)
+        port = await native.start("127.0.0.1:0")
         await native.set_serving(True)
         try:
-            async with grpc.aio.insecure_channel(str(address)) as channel:
-                yield Service(triton, native, address, channel, models)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                yield Service(triton, native, channel)
         finally:
             await native.stop(0)
-            await back.stop(0)
+
+
+class Fronted:
+    """The whole front with a fake Triton behind it, and a channel to the public address."""
+
+    def __init__(self, triton: FakeTriton, front: Front, address: str, channel: Any) -> None:
+        self.triton = triton
+        self.front = front
+        self.address = address
+        self.channel = channel
+
+    async def permits_in_use(self, model: str = "adder") -> int:
+        return (await self.front.admin.permits_in_use())[model]
+
+
+@asynccontextmanager
+async def fronted(
+    folder: Path, *specs: ModelSpec, capacity: int = 2, limits: Limits | None = None, bind: str = "127.0.0.1:0"
+) -> AsyncIterator[Fronted]:
+    triton = FakeTriton()
+    run = RunDirectory.open(folder)
+    try:
+        async with FakeServer(triton) as back:
+            front = Front(envoy_install.find(), run, back)  # type: ignore[arg-type]
+            settings = ServerSettings(bind_addr=bind, ml_backends_path=".", limits=limits or Limits())
+            try:
+                address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
+                async with grpc.aio.insecure_channel(address) as channel:
+                    yield Fronted(triton, front, address, channel)
+            finally:
+                await front.stop()
+    finally:
+        run.close()
+
+
+@pytest.fixture
+def fronting(tmp_path: Path) -> Callable[..., Any]:
+    return partial(fronted, tmp_path)
 
 
 @pytest.fixture

@@ -10,12 +10,19 @@ from native_service.settings import Address
 from nereid_backend.errors import SettingsError
 
 LOOPBACK = Address("127.0.0.1", 0)
+METRICS = """\
+# TYPE nv_inference_request_failure counter
+nv_inference_request_failure{model="m",reason="OTHER",version="1"} 3
+nv_inference_request_failure{model="m",reason="REJECTED",version="1"} 1
+nv_inference_request_failure{model="mm",reason="REJECTED",version="1"} 0
+nv_inference_count{model="m",version="1"} 7
+"""
 
 
 @asynccontextmanager
 async def endpoints(ready: bool = True) -> AsyncIterator[tuple[Address, web.AppRunner]]:
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(text="nv_inference_count 3\n")
+        return web.Response(text=METRICS)
 
     application = web.Application()
     application.add_routes([web.get("/metrics", metrics)])
@@ -26,8 +33,11 @@ async def endpoints(ready: bool = True) -> AsyncIterator[tuple[Address, web.AppR
     async def is_ready() -> bool:
         return ready
 
-    port = triton.addresses[0][1]
-    served = HttpEndpoints(LOOPBACK, models=["m"], is_ready=is_ready, metrics=f"127.0.0.1:{port}")
+    async def refusals() -> dict[str, int]:
+        return {"m": 2}
+
+    metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
+    served = HttpEndpoints(LOOPBACK, models=["m"], is_ready=is_ready, metrics=metrics_address, refusals=refusals)
     yield await served.start(), triton
     await served.stop()
     await triton.cleanup()
@@ -60,12 +70,13 @@ def test_each_path_has_its_status(path: str, ready: bool, status: int) -> None:
     asyncio.run(scenario())
 
 
-def test_metrics_are_triton_s() -> None:
+def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
     async def scenario() -> None:
         async with endpoints() as (address, triton), ClientSession() as session:
             async with session.get(f"http://{address}/metrics") as answer:
                 assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-                assert await answer.text() == "nv_inference_count 3\n"
+                expected = METRICS.replace('m",reason="REJECTED",version="1"} 1', 'm",reason="REJECTED",version="1"} 3')
+                assert await answer.text() == expected
             await triton.cleanup()
             async with session.get(f"http://{address}/metrics") as answer:
                 assert answer.status == 503
@@ -76,7 +87,13 @@ def test_metrics_are_triton_s() -> None:
 def test_a_port_somebody_has_is_one_message() -> None:
     async def scenario() -> None:
         async with endpoints() as (address, _):
-            second = HttpEndpoints(address, models=[], is_ready=lambda: asyncio.sleep(0, True), metrics="127.0.0.1:1")
+            second = HttpEndpoints(
+                address,
+                models=[],
+                is_ready=lambda: asyncio.sleep(0, True),
+                metrics="127.0.0.1:1",
+                refusals=lambda: asyncio.sleep(0, {}),
+            )
             with pytest.raises(SettingsError, match=r"server.http_addr 127.0.0.1:\d+ cannot be bound"):
                 await second.start()
 

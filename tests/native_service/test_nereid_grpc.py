@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
-from nereid_backend.errors import SettingsError
 from nereid_backend.spec import ModelSpec
 
 Serving = Callable[..., Any]
@@ -155,7 +153,7 @@ def test_a_message_over_the_limit_is_refused(serving: Serving, spec: Spec) -> No
 
 def test_nothing_runs_before_the_client_has_closed_its_side(serving: Serving, spec: Spec) -> None:
     async def scenario() -> None:
-        async with serving(spec(), capacity=1) as service:
+        async with serving(spec()) as service:
             call = service.channel.stream_stream(
                 "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString,
                 pb.CheckpointResponse.FromString,
@@ -164,8 +162,6 @@ def test_nothing_runs_before_the_client_has_closed_its_side(serving: Serving, sp
                 await call.write(message)
             await asyncio.sleep(0.1)
             assert service.triton.requests == []
-            # A slow upload holds no permit: another call runs meanwhile.
-            assert (await responses(service.channel, request([1, 16], R16)))[-1].done
             await call.done_writing()
             assert [r async for r in call][-1].done
 
@@ -183,14 +179,13 @@ def test_a_model_without_input_runs_after_the_metadata(serving: Serving, spec: S
     asyncio.run(scenario())
 
 
-def test_triton_s_error_passes_through_and_the_permit_comes_back(serving: Serving, spec: Spec) -> None:
+def test_triton_s_error_passes_through(serving: Serving, spec: Spec) -> None:
     async def scenario() -> None:
         async with serving(spec()) as service:
             service.triton.behave = service.triton.fail(grpc.StatusCode.FAILED_PRECONDITION, "no such luck")
             assert await refusal(service.channel, request([16], R16)) == (
                 grpc.StatusCode.FAILED_PRECONDITION, "no such luck",
             )  # fmt: skip
-            assert service.models["adder"].permits.in_use == 0
 
     asyncio.run(scenario())
 
@@ -205,24 +200,6 @@ def test_an_answer_without_a_declared_output_is_an_internal_error(serving: Servi
     asyncio.run(scenario())
 
 
-def test_a_call_without_a_permit_is_refused_at_once(serving: Serving, spec: Spec) -> None:
-    async def scenario() -> None:
-        async with serving(spec(), spec("other"), capacity=1) as service:
-            service.triton.behave = service.triton.never
-            running = checkpoint(service.channel, request([16], R16), timeout=None)
-            await asyncio.wait_for(service.triton.entered.wait(), 5)
-            assert await refusal(service.channel, request([16], R16)) == (
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "model queue full, retry later",
-            )  # fmt: skip
-            service.triton.behave = None
-            assert (await responses(service.channel, request([16], R16, name="other")))[-1].done
-            running.cancel()
-            await until(lambda: service.models["adder"].permits.in_use == 0)
-            assert (await responses(service.channel, request([16], R16)))[-1].done
-
-    asyncio.run(scenario())
-
-
 def test_a_client_that_goes_cancels_the_call_to_triton(serving: Serving, spec: Spec) -> None:
     async def scenario() -> None:
         async with serving(spec()) as service:
@@ -231,7 +208,6 @@ def test_a_client_that_goes_cancels_the_call_to_triton(serving: Serving, spec: S
             await asyncio.wait_for(service.triton.entered.wait(), 5)
             running.cancel()
             await until(lambda: service.triton.cancelled == 1)
-            await until(lambda: service.models["adder"].permits.in_use == 0)
 
     asyncio.run(scenario())
 
@@ -265,7 +241,6 @@ def test_a_call_without_time_left_is_not_handed_on(serving: Serving, spec: Spec)
                 [_ async for _ in call]
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert service.triton.requests == []
-            assert service.models["adder"].permits.in_use == 0
 
     asyncio.run(scenario())
 
@@ -301,24 +276,12 @@ def test_health_follows_serving(serving: Serving, spec: Spec) -> None:
             async def status(name: str) -> int:
                 return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
 
-            names = ("", "inference.Nereid", "adder")
-            assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.SERVING] * 3
+            names = ("", "inference.Nereid", "inference.GRPCInferenceService", "adder")
+            assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.SERVING] * 4
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await status("nope")
             assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
             await service.native.set_serving(False)
-            assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
-
-    asyncio.run(scenario())
-
-
-def test_a_port_somebody_has_is_one_message(serving: Serving, spec: Spec) -> None:
-    async def scenario() -> None:
-        async with serving(spec()) as service:
-            limits = Limits()
-            second = NativeServer(NereidService([], service.channel, limits), [], service.address, limits)
-            with pytest.raises(SettingsError, match=r"server.bind_addr 127.0.0.1:\d+ cannot be bound"):
-                await second.start()
-            await second.stop(0)
+            assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 4
 
     asyncio.run(scenario())

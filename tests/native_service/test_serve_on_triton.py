@@ -107,7 +107,7 @@ def test_a_bad_checkpoint_is_refused_and_the_next_one_runs(served: Served, messa
 
 
 def test_health_and_model_names_are_told(served: Served) -> None:
-    with grpc.insecure_channel(served.state["native"]) as channel:
+    with grpc.insecure_channel(served.state["address"]) as channel:
         health = channel.unary_unary(
             "/inference.Nereid/HealthCheck",
             pb.HealthCheckRequest.SerializeToString,
@@ -146,7 +146,7 @@ def test_http_tells_health_and_metrics(served: Served) -> None:
 
 
 def test_a_stock_client_is_answered_at_triton_with_the_models_platform(served: Served) -> None:
-    with tritonclient.InferenceServerClient(served.state["triton_grpc"]) as client:
+    with tritonclient.InferenceServerClient(served.state["address"]) as client:
         assert client.get_model_metadata("adder").platform == "onnxruntime_onnx"
         tensor = tritonclient.InferInput("input", [3, 16], "FP32")
         tensor.set_data_from_numpy(np.stack([R16] * 3))

@@ -58,6 +58,9 @@ class Nereid:
         ]
         self.process: subprocess.Popen[str]
 
+    def options(self, *more: str) -> None:
+        self._command += more
+
     def start(self, *models: str) -> None:
         for name in models:
             (self.models / name).touch()
@@ -111,7 +114,7 @@ def test_a_signal_ends_a_running_service_with_0_and_nothing_is_left(nereid: Nere
     state = nereid.ready()
     assert state["pid"] == nereid.process.pid
     assert state["models"] == ["a", "b"]
-    with grpc.insecure_channel(str(state["native"])) as channel:
+    with grpc.insecure_channel(str(state["address"])) as channel:
         view = channel.unary_unary(
             "/inference.Nereid/ViewModels", pb.ViewModelsRequest.SerializeToString, pb.ViewModelsResponse.FromString
         )
@@ -119,7 +122,7 @@ def test_a_signal_ends_a_running_service_with_0_and_nothing_is_left(nereid: Nere
     nereid.process.send_signal(number)
     code, out, _ = nereid.end()
     assert code == 0
-    assert out.startswith(f"nereid is ready on {state['native']} with a, b")
+    assert out.startswith(f"nereid is ready on {state['address']} with a, b")
     assert nereid.left() == []
 
 
@@ -183,4 +186,16 @@ def test_what_a_killed_service_leaves_is_cleared_by_the_next(nereid: Nereid) -> 
     nereid.ready()
     nereid.process.send_signal(signal.SIGTERM)
     assert nereid.end()[0] == 0
+    assert nereid.left() == []
+
+
+def test_an_envoy_that_cannot_start_is_one_message(nereid: Nereid, tmp_path: Path) -> None:
+    broken = tmp_path / "envoy"
+    broken.write_text("#!/bin/sh\necho no such luck\nexit 3\n")
+    broken.chmod(0o755)
+    nereid.options("--envoy", str(broken))
+    nereid.start("a")
+    code, out, err = nereid.end()
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "error: envoy refuses the generated configuration: no such luck"
     assert nereid.left() == []

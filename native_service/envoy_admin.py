@@ -1,0 +1,65 @@
+"""Envoy's admin interface on its Unix socket: readiness, counters, draining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
+
+from native_service.envoy_config import model_of_cluster
+from nereid_backend.errors import EnvoyUnavailable
+
+_TIMEOUT_S = 2.0
+_URL = "http://envoy"
+_CLUSTER, _REFUSED, _ACTIVE = "cluster.", ".upstream_rq_active_overflow", ".upstream_rq_active"
+
+
+class EnvoyAdmin:
+    """Calls raise EnvoyUnavailable when Envoy does not answer within two seconds. ``close`` at the end."""
+
+    def __init__(self, socket: str) -> None:
+        self._session = ClientSession(connector=UnixConnector(socket), timeout=ClientTimeout(total=_TIMEOUT_S))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def is_ready(self) -> bool:
+        """Whether every listener is open and every file was read; False also when nobody answers."""
+        try:
+            return await self._ask("GET", "/ready") == "LIVE\n"
+        except EnvoyUnavailable:
+            return False
+
+    async def drain(self) -> None:
+        """Close the listeners after the drain time; until then ask clients to leave. Calls in flight go on."""
+        await self._ask("POST", "/drain_listeners?graceful&skip_exit")
+
+    async def counters(self, pattern: str) -> dict[str, int]:
+        """Counters and gauges whose name matches the regular expression ``pattern``."""
+        found = {}
+        for line in (await self._ask("GET", "/stats", {"filter": pattern})).splitlines():
+            name, _, value = line.rpartition(": ")
+            if value.isdigit():
+                found[name] = int(value)
+        return found
+
+    async def refusals(self) -> dict[str, int]:
+        """Calls that found no permit, by model, since Envoy's start."""
+        return await self._by_model(_REFUSED)
+
+    async def permits_in_use(self) -> dict[str, int]:
+        """Calls that hold a permit now, by model."""
+        return await self._by_model(_ACTIVE)
+
+    async def _by_model(self, suffix: str) -> dict[str, int]:
+        counters = await self.counters(rf"^cluster\.model_.*\{suffix}$")
+        named = {model_of_cluster(name.removeprefix(_CLUSTER).removesuffix(suffix)): n for name, n in counters.items()}
+        return {name: count for name, count in named.items() if name is not None}
+
+    async def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None) -> str:
+        try:
+            async with self._session.request(method, _URL + path, params=query) as answer:
+                return await answer.text()
+        except (ClientError, OSError, asyncio.TimeoutError) as error:  # noqa: UP041 - aiohttp's name on every version
+            raise EnvoyUnavailable(f"Envoy's admin socket does not answer ({type(error).__name__})") from None

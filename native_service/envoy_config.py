@@ -1,0 +1,351 @@
+"""Envoy's configuration, generated from what is served: one public address, a permit per call in flight.
+
+Every public call passes three filters. ``grpc_field_extraction`` reads the model's name and the inputs' shapes out of
+the first message; a Lua script turns them into the header ``nereid-cluster``; the router follows that header. A
+request without the header (streams, listings, unknown models, a batch dimension left out, the native service) goes to
+our own service. Each model has a cluster of its own, all of them pointing at Triton, whose circuit breaker is the
+model's count of permits.
+
+The service calls Triton through a second listener, a Unix socket, and names the cluster itself: the permits are
+shared. Clusters and routes are files that Envoy watches; the rest is fixed for its life. All of it is JSON, because
+Envoy's YAML takes a plain ``n`` for false.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import descriptor_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from native_service.settings import Address
+from nereid_backend.spec import ModelSpec
+
+Json = dict[str, Any]
+
+CLUSTER_HEADER = "nereid-cluster"
+# Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
+ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "service.sock"
+CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
+
+KSERVE = "inference.GRPCInferenceService"
+QUEUE_FULL = "model queue full, retry later"
+RETRY_AFTER_S = 1
+
+_ROUTES = "public"
+_TRITON, _SERVICE, _MODEL_PREFIX = "triton", "service", "model_"
+_EXTRACTION = "envoy.filters.http.grpc_field_extraction"
+_RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14
+_MOST_CONNECTIONS = 10_000
+_MOST_SERVICE_CALLS = 10_000
+# A stream without a byte in either direction for so long is given up; a running model sends none.
+_IDLE_S = 24 * 3600
+_CONNECT_TIMEOUT_S = 2
+# Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
+_FRAMING_BYTES = 64 * 1024
+_SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
+
+_TYPE = "type.googleapis.com/"
+_HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A served model and the calls it may have running and waiting together."""
+
+    spec: ModelSpec
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnvoySettings:
+    """What does not change while Envoy runs. ``triton`` is the ``host:port`` of its gRPC."""
+
+    bind: Address
+    triton: str
+    max_message_bytes: int
+
+
+def model_cluster(name: str) -> str:
+    """The cluster that holds the permits of model ``name``."""
+    return _MODEL_PREFIX + name
+
+
+def model_of_cluster(cluster: str) -> str | None:
+    """The model whose permits ``cluster`` holds; None for the other clusters."""
+    return cluster.removeprefix(_MODEL_PREFIX) if cluster.startswith(_MODEL_PREFIX) else None
+
+
+def bootstrap(settings: EnvoySettings) -> Json:
+    """The start file; clusters and routes come from the watched files."""
+    routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
+    return {
+        **_base(),
+        "static_resources": {"listeners": [_public(settings, routes), _inner(settings)]},
+        "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
+    }
+
+
+def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
+    """The same without watched files, because ``--mode validate`` does not read those."""
+    routes = {"route_config": route_configuration(models)}
+    listeners = [_public(settings, routes), _inner(settings)]
+    return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
+
+
+def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
+    kind = _TYPE + "envoy.config.cluster.v3.Cluster"
+    return {"resources": [{"@type": kind, **cluster} for cluster in clusters(settings, models)]}
+
+
+def routes_file(models: Sequence[Admitted]) -> Json:
+    kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
+    return {"resources": [{"@type": kind, **route_configuration(models)}]}
+
+
+def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
+    """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits."""
+    host, _, port = settings.triton.rpartition(":")
+    triton = {"socket_address": {"address": host, "port_value": int(port)}}
+    service = {"pipe": {"path": SERVICE_SOCKET}}
+    return [
+        _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
+        _cluster(settings, _TRITON, triton, _MOST_SERVICE_CALLS),
+        *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
+    ]
+
+
+def route_configuration(models: Sequence[Admitted]) -> Json:
+    script = {"@type": _TYPE + "envoy.extensions.filters.http.lua.v3.LuaPerRoute"}
+    host: Json = {
+        "name": _ROUTES,
+        "domains": ["*"],
+        "request_headers_to_remove": [CLUSTER_HEADER],
+        # What the script knows of the models changes with them, so it travels with the routes.
+        "typed_per_filter_config": {"lua": {**script, "source_code": {"inline_string": _lua(models)}}},
+        "routes": [
+            _compressed_route(),
+            _named_route(f"/{KSERVE}/"),
+            {"match": {"prefix": "/"}, "route": _to_service()},
+        ],
+    }
+    return {"name": _ROUTES, "virtual_hosts": [host]}
+
+
+def _lua(models: Sequence[Admitted]) -> str:
+    """Names the cluster of a call that Triton can answer as it is.
+
+    ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
+    batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
+    """
+    ranks = ", ".join(f'["{model.spec.name}"] = {_total_rank(model.spec)}' for model in models)
+    return (
+        f"local ranks = {{{ranks}}}\n"
+        f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'
+        f'local filter = "{_EXTRACTION}"\n' + _LUA
+    )
+
+
+_LUA = """
+function envoy_on_request(request)
+  local headers = request:headers()
+  if headers:get(header) then
+    -- Not the caller's to choose: it would get around the permits, or to calls that are switched off.
+    headers:remove(header)
+    request:clearRouteCache()
+  end
+  local timeout = headers:get("grpc-timeout")
+  if timeout and (timeout:match("^%d+[nu]$") or timeout:match("^%dm$")) then
+    -- Triton 2.51 can crash on a deadline that passes while it sets the request up; the client ends the call itself.
+    headers:remove("grpc-timeout")
+  end
+  local fields = request:streamInfo():dynamicMetadata():get(filter)
+  if fields == nil then return end
+  local version = fields["model_version"] or fields["version"]
+  if version ~= nil and version[1] ~= nil and version[1] ~= "" and version[1] ~= "1" then return end
+  local names = fields["model_name"]
+  if names == nil then
+    names = fields["name"]
+    if names ~= nil and names[1] ~= nil and ranks[names[1]] ~= nil then
+      headers:add(header, triton)
+      request:clearRouteCache()
+    end
+    return
+  end
+  local name = names[1]
+  local rank = name ~= nil and ranks[name] or nil
+  if rank == nil then return end
+  if rank >= 0 then
+    local shapes = fields["inputs.shape"]
+    if (shapes == nil and 0 or #shapes) ~= rank then return end
+  end
+  headers:add(header, prefix .. name)
+  request:clearRouteCache()
+end
+"""
+
+
+def _total_rank(spec: ModelSpec) -> int:
+    return sum(len(spec.dims(tensor)) + 1 for tensor in spec.inputs) if spec.max_batch_size else -1
+
+
+def _named_route(prefix: str) -> Json:
+    """Follows the header. Without a limit of time: the client's deadline is the only one."""
+    match = {"prefix": prefix, "headers": [{"name": CLUSTER_HEADER, "present_match": True}]}
+    return {"match": match, "route": {"cluster_header": CLUSTER_HEADER, "timeout": "0s"}}
+
+
+def _compressed_route() -> Json:
+    """Compressed messages are for the service: the extraction cannot read them and would refuse the call."""
+    encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
+    off = {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}
+    return {
+        "match": {"prefix": "/", "headers": [encoded]},
+        "route": _to_service(),
+        "typed_per_filter_config": {_EXTRACTION: off},
+    }
+
+
+def _to_service() -> Json:
+    return {"cluster": _SERVICE, "timeout": "0s"}
+
+
+def _base() -> Json:
+    monitor = "envoy.resource_monitors.global_downstream_max_connections"
+    kind = "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig"
+    limit = {"@type": _TYPE + kind, "max_active_downstream_connections": _MOST_CONNECTIONS}
+    return {
+        "node": {"id": "nereid", "cluster": "nereid"},
+        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}},
+        "overload_manager": {"resource_monitors": [{"name": monitor, "typed_config": limit}]},
+    }
+
+
+def _watched(file: str) -> Json:
+    # Relative to Envoy's working directory, as the sockets are.
+    path = f"./{DYNAMIC_FOLDER}"
+    return {
+        "resource_api_version": "V3",
+        "path_config_source": {"path": f"{path}/{file}", "watched_directory": {"path": path}},
+    }
+
+
+def _public(settings: EnvoySettings, routes: Json) -> Json:
+    address = {"address": settings.bind.host, "port_value": settings.bind.port}
+    filters = [_extraction(), _filter("lua", "envoy.extensions.filters.http.lua.v3.Lua")]
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    # Without this a second program on the same port would silently take a part of the calls.
+    return {**listener, "enable_reuse_port": False}
+
+
+def _inner(settings: EnvoySettings) -> Json:
+    """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
+    host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
+    routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
+    return _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+
+
+def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
+    manager = {
+        "@type": _HCM,
+        "stat_prefix": name,
+        "codec_type": "HTTP2",
+        "http2_protocol_options": _http2(settings),
+        "stream_idle_timeout": f"{_IDLE_S}s",
+        "request_timeout": "0s",
+        "local_reply_config": {"mappers": _refusals()},
+        "http_filters": [*filters, _filter("router", "envoy.extensions.filters.http.router.v3.Router")],
+        **routes,
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    return {
+        "name": name,
+        "address": address,
+        "per_connection_buffer_limit_bytes": _window(settings),
+        "filter_chains": [chain],
+    }
+
+
+def _filter(name: str, kind: str) -> Json:
+    return {"name": name, "typed_config": {"@type": _TYPE + kind}}
+
+
+def _extraction() -> Json:
+    """What the script needs to know of the first message of a call."""
+    fields = {
+        "ModelInfer": ("model_name", "model_version", "inputs.shape"),
+        **dict.fromkeys(("ModelMetadata", "ModelConfig", "ModelReady"), ("name", "version")),
+    }
+    files = descriptor_pb2.FileDescriptorSet()
+    for module in (model_config_pb2, service_pb2):
+        files.file.add().ParseFromString(module.DESCRIPTOR.serialized_pb)
+    kind = _TYPE + "envoy.extensions.filters.http.grpc_field_extraction.v3.GrpcFieldExtractionConfig"
+    config = {
+        "@type": kind,
+        "descriptor_set": {"inline_bytes": base64.b64encode(files.SerializeToString()).decode()},
+        "extractions_by_method": {
+            f"{KSERVE}.{method}": {"request_field_extractions": {name: {} for name in names}}
+            for method, names in fields.items()
+        },
+    }
+    return {"name": _EXTRACTION, "typed_config": config}
+
+
+def _refusals() -> list[Json]:
+    """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
+    full = [(_header("grpc-status", _RESOURCE_EXHAUSTED)), _header("retry-after", RETRY_AFTER_S)]
+    gone = [_header("grpc-status", _UNAVAILABLE)]
+    return [
+        _refusal(["UO"], QUEUE_FULL, full),
+        _refusal(["UF", "UC", "UH"], "the server behind this address does not answer, retry later", gone),
+    ]
+
+
+def _refusal(flags: Sequence[str], text: str, headers: Sequence[Json]) -> Json:
+    return {
+        "filter": {"response_flag_filter": {"flags": list(flags)}},
+        "body": {"inline_string": text},
+        "headers_to_add": list(headers),
+    }
+
+
+def _header(name: str, value: int) -> Json:
+    return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+
+
+def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int) -> Json:
+    unlimited = 2**32 - 1
+    threshold = {
+        "max_requests": most_calls,
+        "max_connections": unlimited,
+        "max_pending_requests": unlimited,
+        "max_retries": 0,
+    }
+    http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(settings)}}
+    endpoint = {"endpoint": {"address": address}}
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
+        "per_connection_buffer_limit_bytes": _window(settings),
+        "circuit_breakers": {"thresholds": [threshold]},
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+    }
+
+
+def _http2(settings: EnvoySettings) -> Json:
+    window = _window(settings)
+    return {
+        "initial_stream_window_size": window,
+        "initial_connection_window_size": min(2 * window, _LARGEST_WINDOW),
+    }
+
+
+def _window(settings: EnvoySettings) -> int:
+    """The extraction holds a whole message in the stream's buffer: the window is the largest message."""
+    return max(_SMALLEST_WINDOW, min(settings.max_message_bytes + _FRAMING_BYTES, _LARGEST_WINDOW))

@@ -1,0 +1,277 @@
+"""Envoy as a child: validated, started, started again when it dies, drained at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from native_service import envoy_config, processes
+from native_service.envoy_admin import EnvoyAdmin
+from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.settings import Address
+from nereid_backend.errors import EnvoyUnavailable, SettingsError
+
+_LOG = logging.getLogger("nereid.envoy")
+
+_START_TIMEOUT_S, _START_POLL_S, _START_TRIES = 20.0, 0.02, 3
+_VALIDATE_TIMEOUT_S = 30.0
+_UPDATE_TIMEOUT_S, _UPDATE_POLL_S = 10.0, 0.01
+_MOST_RESTARTS, _RESTART_WINDOW_S = 5, 60.0
+# How long clients are asked to leave before the address closes, and between two looks at what is still running.
+_DRAIN_S, _DRAIN_POLL_S = 1, 0.02
+_STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
+_MOST_WORKERS = 4
+_LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
+_LINE = re.compile(r"^\[(\w+)\] (.*)$")
+_PUBLIC_CALLS = r"^http\.public\.downstream_(cx|rq)_active$"
+_READS = {
+    envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
+    envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
+}
+
+
+class EnvoyServer:
+    """One Envoy in front of one Triton. ``start`` once, ``set_models`` as they come and go, ``stop`` always."""
+
+    def __init__(
+        self,
+        program: Path,
+        folder: Path,
+        short_folder: str,
+        *,
+        bind: Address,
+        max_message_bytes: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
+        self._program, self._folder, self._short_folder = program, folder, short_folder
+        self._bind, self._max_message_bytes = bind, max_message_bytes
+        self._environment = {**os.environ, **environment}
+        self._settings: EnvoySettings | None = None
+        self._admin: EnvoyAdmin | None = None
+        self._child: processes.Child | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._complaints: deque[str] = deque(maxlen=10)
+        self._models: list[Admitted] = []
+        self._changing = asyncio.Lock()
+        self._supervision: asyncio.Task[str] | None = None
+
+    @property
+    def admin(self) -> EnvoyAdmin:
+        if self._admin is None:
+            raise EnvoyUnavailable("Envoy has not been started")
+        return self._admin
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.process.pid
+
+    async def start(self, triton: str, models: Sequence[Admitted]) -> Address:
+        """Open the public address in front of Triton's gRPC at ``triton``; the address with its real port.
+
+        Raises SettingsError for a taken port, EnvoyUnavailable with the reason for anything else.
+        """
+        (self._folder / envoy_config.DYNAMIC_FOLDER).mkdir(exist_ok=True)
+        self._admin = EnvoyAdmin(f"{self._short_folder}/{envoy_config.ADMIN_SOCKET}")
+        for tries_left in reversed(range(_START_TRIES)):
+            bind = self._bind if self._bind.port else self._bind._replace(port=_free_port(self._bind.host))
+            settings = EnvoySettings(bind, triton, self._max_message_bytes)
+            await self._validate(settings, models)
+            self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
+            self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(models))
+            (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
+            try:
+                await self._launch()
+            except EnvoyUnavailable:
+                await self._end(grace_s=0)
+                if not any("Address already in use" in line for line in self._complaints):
+                    raise
+                # Between our look at a free port and Envoy's bind another program may take it.
+                if self._bind.port or not tries_left:
+                    raise SettingsError(f"server.bind_addr {bind} cannot be bound (Address already in use)") from None
+                continue
+            self._settings, self._models = settings, list(models)
+            self._supervision = asyncio.create_task(self._supervise())
+            return bind
+        raise EnvoyUnavailable("Envoy found no free port")
+
+    async def wait(self) -> str:
+        """Wait until Envoy is beyond restarting; the reason as a sentence."""
+        if self._supervision is None:
+            raise EnvoyUnavailable("Envoy has not been started")
+        return await asyncio.shield(self._supervision)
+
+    async def set_models(self, models: Sequence[Admitted]) -> None:
+        """Serve exactly ``models``; calls in progress, also of models that go, are not disturbed.
+
+        Raises EnvoyUnavailable when Envoy refuses the new files; it then goes on with the old ones.
+        """
+        if self._settings is None:
+            raise EnvoyUnavailable("Envoy has not been started")
+        async with self._changing:
+            await self._validate(self._settings, models)
+            staying = {model.spec.name for model in models}
+            going = [model for model in self._models if model.spec.name not in staying]
+            # A route may only name clusters that are there: they come before it and go after it.
+            await self._replace(
+                envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*models, *going])
+            )
+            await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(models))
+            if going:
+                await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, models))
+            self._models = list(models)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask clients to leave, close the address, let calls finish within ``grace_s``, end the process."""
+        if self._supervision is not None:
+            self._supervision.cancel()
+            await asyncio.gather(self._supervision, return_exceptions=True)
+        if self._child is not None and self._child.is_running:
+            with contextlib.suppress(EnvoyUnavailable):
+                await self._drain(grace_s)
+        await self._end(_STOP_GRACE_S)
+        if self._admin is not None:
+            await self._admin.close()
+
+    async def _drain(self, grace_s: float) -> None:
+        if not any((await self.admin.counters(_PUBLIC_CALLS)).values()):
+            return  # nobody is connected
+        await self.admin.drain()
+        await asyncio.sleep(_DRAIN_S)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline:
+            active = await self.admin.counters(_PUBLIC_CALLS)
+            if not active.get("http.public.downstream_rq_active"):
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+        _LOG.warning("calls that did not end within %g s are cut", grace_s)
+
+    async def _supervise(self) -> str:
+        """Restart on every death, but not for ever; the reason for giving up."""
+        deaths: deque[float] = deque(maxlen=_MOST_RESTARTS)
+        reason = await self._next_death()
+        while len(deaths) < _MOST_RESTARTS or time.monotonic() - deaths[0] > _RESTART_WINDOW_S:
+            deaths.append(time.monotonic())
+            _LOG.error("%s; starting it again", reason)
+            await self._end(grace_s=0)
+            try:
+                await self._launch()
+            except EnvoyUnavailable as error:
+                reason = str(error)
+            else:
+                reason = await self._next_death()
+        return f"{reason}, for the {_MOST_RESTARTS + 1}th time within {_RESTART_WINDOW_S:g} s"
+
+    async def _next_death(self) -> str:
+        if self._child is None:
+            raise EnvoyUnavailable("Envoy has not been started")
+        await self._child.process.wait()
+        return await self._death("while serving")
+
+    async def _launch(self) -> None:
+        """Return once the address is open. Raises EnvoyUnavailable with the reason."""
+        self._complaints.clear()
+        for name in (envoy_config.ADMIN_SOCKET, envoy_config.INNER_SOCKET):
+            (self._folder / name).unlink(missing_ok=True)
+        workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
+        command = [
+            *(str(self._program), "--config-path", "envoy.json", "--concurrency", str(workers)),
+            # One bad file would otherwise silently replace everything that is served.
+            *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
+            *("--log-level", "warning", "--log-format", "[%l] %v"),
+        ]
+        self._child = await processes.start(command, self._environment, folder=self._folder)
+        self._readers = [asyncio.create_task(self._read(s)) for s in (self._child.stdout, self._child.stderr)]
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self._child.is_running:
+                raise EnvoyUnavailable(await self._death("while starting"))
+            if await self.admin.is_ready():
+                return
+            await asyncio.sleep(_START_POLL_S)
+        raise EnvoyUnavailable(f"Envoy did not answer within {_START_TIMEOUT_S:g} s of its start")
+
+    async def _end(self, grace_s: float) -> None:
+        if self._child is None:
+            return
+        await self._child.stop(grace_s)
+        await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._child.close()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        async for line in processes.lines(stream):
+            match = _LINE.match(line)
+            level, text = (_LEVELS.get(match[1], logging.DEBUG), match[2]) if match else (logging.DEBUG, line)
+            if level >= logging.ERROR or match is None:
+                self._complaints.append(text)
+            if "caught ENVOY_SIGTERM" not in text:  # our own doing
+                _LOG.log(level, "%s", text)
+
+    async def _death(self, when: str) -> str:
+        await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
+        code = None if self._child is None else self._child.process.returncode
+        last = f": {self._complaints[-1]}" if self._complaints else ""
+        return f"Envoy ended with code {code} {when}{last}"
+
+    async def _validate(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
+        """Let Envoy itself check what would be served. Raises EnvoyUnavailable with its complaint."""
+        path = self._folder / "envoy-check.json"
+        path.write_text(json.dumps(envoy_config.validation(settings, models)))
+        process = await asyncio.create_subprocess_exec(
+            *(str(self._program), "--mode", "validate", "--config-path", path.name, "--log-level", "error"),
+            cwd=self._folder,
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            async with asyncio.timeout(_VALIDATE_TIMEOUT_S):
+                output, _ = await process.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        if process.returncode != 0:
+            lines = output.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
+            raise EnvoyUnavailable(f"{self._program.name} refuses the generated configuration: {lines[-1]}")
+
+    async def _replace(self, file: str, content: Json) -> None:
+        """Put ``content`` in force. Raises EnvoyUnavailable when Envoy does not take it."""
+        before = await self.admin.counters(_READS[file])
+        self._write(file, content)
+        deadline = time.monotonic() + _UPDATE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            now = await self.admin.counters(_READS[file])
+            if changed := [name for name, count in now.items() if count > before.get(name, 0)]:
+                if any(name.endswith("rejected") for name in changed):
+                    raise EnvoyUnavailable(f"Envoy refuses the new {file}; it goes on with the old one")
+                return
+            await asyncio.sleep(_UPDATE_POLL_S)
+        raise EnvoyUnavailable(f"Envoy did not read the new {file} within {_UPDATE_TIMEOUT_S:g} s")
+
+    def _write(self, file: str, content: Json) -> None:
+        beside = self._folder / file
+        beside.write_text(json.dumps(content))
+        beside.replace(self._folder / envoy_config.DYNAMIC_FOLDER / file)
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port

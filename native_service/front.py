@@ -1,0 +1,107 @@
+"""The public address: Envoy, and behind it our gRPC server for what Triton cannot answer by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from native_service.envoy_admin import EnvoyAdmin
+from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.envoy_process import EnvoyServer
+from native_service.grpc_edge import Inference
+from native_service.kserve_grpc import KServeService
+from native_service.nereid_grpc import NativeServer, NereidService
+from native_service.run_directory import RunDirectory
+from native_service.settings import Address, ServerSettings
+from native_service.triton_process import TritonServer
+
+_DRAIN_S = 10.0
+_CHANNEL: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Envoy is back within a fraction of a second after its death; gRPC's own back-off begins at one second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+
+class Front:
+    """Opened once with ``start``; what it opened is undone by ``stop``, also after a failed start."""
+
+    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer) -> None:
+        self._program, self._run, self._triton = envoy, run, triton
+        self._envoy: EnvoyServer | None = None
+        self._server: NativeServer | None = None
+        self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._ending = contextlib.AsyncExitStack()
+
+    @property
+    def admin(self) -> EnvoyAdmin:
+        if self._envoy is None:
+            raise RuntimeError("the front has not been started")
+        return self._envoy.admin
+
+    async def start(self, models: Sequence[Admitted], server: ServerSettings) -> Address:
+        """Serve ``models`` on ``server.bind``; the address with its real port.
+
+        Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason for anything else.
+        """
+        specs, limits = [model.spec for model in models], server.limits
+        channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
+        self._ending.push_async_callback(channel.close)
+        inference = Inference(channel)
+        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready)
+        native = NereidService(specs, inference, limits)
+        self._services = (kserve, native)
+        largest = max(limits.max_request_bytes, limits.max_message_bytes)
+        service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
+        self._ending.push_async_callback(service.stop, 0)
+        self._server = service
+        await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
+        self._envoy = EnvoyServer(
+            self._program,
+            self._run.path,
+            self._run.short_path,
+            bind=server.bind,
+            max_message_bytes=largest,
+            environment=self._run.environment,
+        )
+        self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
+        await service.set_serving(True)
+        bound = await self._envoy.start(self._triton.addresses.grpc, models)
+        # The first thing at the end: probes learn of it while calls are still taken.
+        self._ending.push_async_callback(service.set_serving, False)
+        return bound
+
+    async def is_ready(self) -> bool:
+        """Whether a call would be answered now: Triton serves every model and the address is open."""
+        return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
+
+    @property
+    def envoy_pid(self) -> int | None:
+        return None if self._envoy is None else self._envoy.pid
+
+    async def set_models(self, models: Sequence[Admitted]) -> None:
+        """Serve exactly ``models``, which Triton has loaded; calls in progress are not disturbed."""
+        if self._envoy is None:
+            raise RuntimeError("the front has not been started")
+        specs = [model.spec for model in models]
+        for service in self._services:
+            service.set_models(specs)
+        await self._envoy.set_models(models)
+        if self._server is not None:
+            await self._server.set_models([spec.name for spec in specs])
+
+    async def wait(self) -> str:
+        """Wait until the address is gone for good; the reason as a sentence."""
+        if self._envoy is None:
+            raise RuntimeError("the front has not been started")
+        return await self._envoy.wait()
+
+    async def stop(self) -> None:
+        """Health first, then Envoy within a bound of ten seconds, then our server."""
+        await self._ending.aclose()

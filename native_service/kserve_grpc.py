@@ -1,0 +1,185 @@
+"""The part of KServe v2 (``inference.GRPCInferenceService``) that Triton cannot answer as clients expect.
+
+Envoy sends complete ModelInfer calls, and metadata, configuration and readiness of served models, straight to Triton.
+Here is the rest: a batch dimension left out, streams with a permit per request, unknown names and versions, lists that
+show only what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from native_service.envoy_config import KSERVE
+from native_service.grpc_edge import Inference, errors_told
+from nereid_backend.errors import InvalidArgument, NereidError, NotFound
+from nereid_backend.spec import ModelSpec
+
+VERSION = "1"
+_VERSIONS = ("", VERSION)
+# Switched off in Triton: they change or reveal more than a caller of a model should.
+_OFF = (
+    *("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
+    *(
+        f"{kind}SharedMemory{verb}"
+        for kind in ("System", "Cuda")
+        for verb in ("Status", "Register", "Unregister")
+    ),
+)  # fmt: skip
+_OFF_EXTENSIONS = ("model_repository", "system_shared_memory", "cuda_shared_memory", "trace", "logging")
+_HINT = "RepositoryIndex lists what is served"
+
+
+class KServeService:
+    """KServe v2 for the models of one Triton."""
+
+    def __init__(
+        self, models: Sequence[ModelSpec], inference: Inference, triton: Any, is_ready: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit."""
+        self.set_models(models)
+        self._inference = inference
+        self._triton = triton
+        self._is_ready = is_ready
+
+    def set_models(self, models: Sequence[ModelSpec]) -> None:
+        """What is served from now on."""
+        self._specs = {spec.name: spec for spec in models}
+
+    @property
+    def handler(self) -> Any:
+        """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
+        methods: dict[str, Any] = {
+            name: _unary(name, _told(call))
+            for name, call in {
+                "ServerLive": self._server_live,
+                "ServerReady": self._server_ready,
+                "ServerMetadata": self._server_metadata,
+                "ModelReady": self._model_ready,
+                "ModelMetadata": self._asked_of_triton("ModelMetadata"),
+                "ModelConfig": self._asked_of_triton("ModelConfig"),
+                "ModelStatistics": self._model_statistics,
+                "RepositoryIndex": self._repository_index,
+                "ModelInfer": self._model_infer,
+                **dict.fromkeys(_OFF, _switched_off),
+            }.items()
+        }
+        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._model_stream_infer, pb.ModelInferRequest.FromString, pb.ModelStreamInferResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(KSERVE, methods)
+
+    async def _server_live(self, _request: Any, _context: Any) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, _request: Any, _context: Any) -> Any:
+        return pb.ServerReadyResponse(ready=await self._is_ready())
+
+    async def _server_metadata(self, request: Any, _context: Any) -> Any:
+        theirs = await self._ask("ServerMetadata", request)
+        extensions = [name for name in theirs.extensions if name.partition("(")[0] not in _OFF_EXTENSIONS]
+        return pb.ServerMetadataResponse(name="nereid", version=_version(), extensions=extensions)
+
+    async def _model_ready(self, request: Any, _context: Any) -> Any:
+        if request.name not in self._specs or request.version not in _VERSIONS:
+            return pb.ModelReadyResponse(ready=False)
+        return await self._ask("ModelReady", request)
+
+    def _asked_of_triton(self, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def ask(request: Any, _context: Any) -> Any:
+            self._served(request.name, request.version)
+            return await self._ask(method, request)
+
+        return ask
+
+    async def _model_statistics(self, request: Any, _context: Any) -> Any:
+        names = [self._served(request.name, request.version).name] if request.name else list(self._specs)
+        answer = pb.ModelStatisticsResponse()
+        for name in names:
+            found = await self._ask("ModelStatistics", pb.ModelStatisticsRequest(name=name, version=request.version))
+            answer.model_stats.extend(found.model_stats)
+        return answer
+
+    async def _repository_index(self, request: Any, _context: Any) -> Any:
+        if request.repository_name:
+            raise NotFound(f"no repository {request.repository_name!r}; leave the name empty")
+        answer = pb.RepositoryIndexResponse()
+        for name in self._specs:
+            ready = (await self._ask("ModelReady", pb.ModelReadyRequest(name=name))).ready
+            if ready or not request.ready:
+                answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
+        return answer
+
+    async def _model_infer(self, request: Any, context: Any) -> Any:
+        complete_batch(request, self._served(request.model_name, request.model_version))
+        return await self._inference.run(request, context)
+
+    async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """One request after the other; a bad one, or one without a permit, costs only its own answer."""
+        async with errors_told(context):
+            async for request in requests:
+                try:
+                    response = await self._model_infer(request, context)
+                except NereidError as error:
+                    answer = pb.ModelStreamInferResponse(error_message=str(error))
+                except grpc.aio.AioRpcError as error:
+                    answer = pb.ModelStreamInferResponse(error_message=error.details() or "Triton gave no reason")
+                else:
+                    answer = pb.ModelStreamInferResponse(infer_response=response)
+                await context.write(answer)
+
+    def _served(self, name: str, model_version: str) -> ModelSpec:
+        if not name.strip():
+            raise InvalidArgument("model_name is required")
+        if model_version not in _VERSIONS:
+            raise NotFound(f"model {name!r} has no version {model_version!r}; every model has the version {VERSION!r}")
+        if name not in self._specs:
+            raise NotFound(f"model {name!r} is not served here; {_HINT}")
+        return self._specs[name]
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        call = self._triton.unary_unary(
+            f"/{KSERVE}/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(pb, f"{method}Response").FromString,
+        )
+        return await call(request)
+
+
+def complete_batch(request: Any, spec: ModelSpec) -> None:
+    """Insert a leading 1 into the shape of each input of ``request`` whose batch dimension was left out."""
+    if not spec.max_batch_size:
+        return
+    ranks = {tensor.name: len(spec.dims(tensor)) for tensor in spec.inputs}
+    for tensor in request.inputs:
+        if ranks.get(tensor.name) == len(tensor.shape):
+            tensor.shape.insert(0, 1)
+
+
+async def _switched_off(_request: Any, context: Any) -> Any:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this call is switched off on this server")
+
+
+def _told(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def answer(request: Any, context: Any) -> Any:
+        async with errors_told(context):
+            return await call(request, context)
+        raise AssertionError("errors_told ends the call")
+
+    return answer
+
+
+def _unary(name: str, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    request, response = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+    return grpc.unary_unary_rpc_method_handler(call, request.FromString, response.SerializeToString)
+
+
+def _version() -> str:
+    try:
+        return version("nereid-triton")
+    except PackageNotFoundError:
+        return "unknown"

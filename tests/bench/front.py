@@ -1,0 +1,145 @@
+"""What the public address costs: the same calls to Triton's own port and through Envoy, admission on.
+
+One ``nereid serve`` is measured at both of its addresses in turn, window by window (A B B A ...), so that a drift
+of the machine falls on both. The client is one asyncio process with a raw gRPC stub, request bytes made once, answers
+not parsed; it shares the cores with the servers.
+
+usage: python front.py [--seconds 2] [--repeats 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from onnx import TensorProto, helper, save
+from tritonclient.grpc import service_pb2
+
+DIRECT, FRONT = "triton_grpc", "address"
+# name -> floats in a row
+MODELS = {"small": 16, "mib4": 1024 * 1024, "mib64": 16 * 1024 * 1024}
+# The bars: added p50 and rate of the small call, time of the large ones.
+ADDED_P50_AT_MOST_MS, RATE_AT_LEAST, LARGE_AT_MOST = 0.30, 0.70, 1.15
+UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+START_TIMEOUT_S = 60
+
+
+def write_identity(folder: Path, width: int) -> None:
+    """A nereid folder whose model copies its input: as little of its own time as a model can take."""
+    folder.mkdir(parents=True)
+    tensor = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name in ("input", "output")]
+    graph = helper.make_graph([helper.make_node("Identity", ["input"], ["output"])], "identity", tensor[:1], tensor[1:])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "model.onnx")
+    contract = f"input_shape: [{width}]\noutput_shape: [{width}]\nmax_batch_size: 8\n"
+    (folder / "model_inference.textproto").write_text(contract)
+
+
+def request(model: str) -> bytes:
+    message = service_pb2.ModelInferRequest(model_name=model)
+    message.inputs.add(name="input", datatype="FP32", shape=[1, MODELS[model]])
+    message.raw_input_contents.append(np.zeros(MODELS[model], np.float32).tobytes())
+    return message.SerializeToString()
+
+
+async def window(channel: Any, data: bytes, concurrency: int, seconds: float) -> tuple[float, float]:
+    """Closed loop for ``seconds``: median latency in ms, requests per second."""
+    call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    times: list[float] = []
+    begin = time.perf_counter()
+
+    async def client() -> None:
+        while time.perf_counter() - begin < seconds:
+            started = time.perf_counter()
+            await call(data)
+            times.append(time.perf_counter() - started)
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return statistics.median(times) * 1e3, len(times) / (time.perf_counter() - begin)
+
+
+async def compare(
+    channels: dict[str, Any], model: str, concurrency: int, seconds: float, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """The median window of each address."""
+    data, found = request(model), {name: list[tuple[float, float]]() for name in channels}
+    for name in channels:
+        await window(channels[name], data, concurrency, seconds / 2)
+    for repeat in range(repeats):
+        for name in (DIRECT, FRONT) if repeat % 2 == 0 else (FRONT, DIRECT):
+            found[name].append(await window(channels[name], data, concurrency, seconds))
+    return {
+        name: (statistics.median(w[0] for w in windows), statistics.median(w[1] for w in windows))
+        for name, windows in found.items()
+    }
+
+
+async def measure(state: dict[str, Any], seconds: float, repeats: int) -> bool:
+    channels = {name: grpc.aio.insecure_channel(state[name], options=UNLIMITED) for name in (DIRECT, FRONT)}
+    passed = True
+
+    def bar(label: str, value: float, limit: float, good: bool) -> None:
+        nonlocal passed
+        passed &= good
+        print(f"  {label:<36}{value:>8.2f}   bar {limit:<6g}{'ok' if good else 'MISSED'}", flush=True)
+
+    print(f"{'call':<24}{'direct':>20}{'through Envoy':>20}")
+    for model, concurrency in (("small", 1), ("small", 8), ("small", 32), ("mib4", 1), ("mib64", 1)):
+        both = await compare(channels, model, concurrency, seconds, repeats)
+        (p50, rate), (front_p50, front_rate) = both[DIRECT], both[FRONT]
+        cells = [f"{a:9.2f} ms {b:6.0f}/s" for a, b in (both[DIRECT], both[FRONT])]
+        print(f"{model + ' x' + str(concurrency):<24}{cells[0]:>20}{cells[1]:>20}")
+        if model != "small":
+            bar("time against direct", front_p50 / p50, LARGE_AT_MOST, front_p50 <= LARGE_AT_MOST * p50)
+        elif concurrency == 1:
+            added = front_p50 - p50
+            bar("added p50, ms", added, ADDED_P50_AT_MOST_MS, added <= ADDED_P50_AT_MOST_MS)
+        elif concurrency == 32:
+            bar("rate against direct", front_rate / rate, RATE_AT_LEAST, front_rate >= RATE_AT_LEAST * rate)
+    for channel in channels.values():
+        await channel.close()
+    return passed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--repeats", type=int, default=8)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for name, width in MODELS.items():
+            write_identity(folder / "models" / name, width)
+        entries = "".join(f"  - {{name: {name}, device: cpu, queue_capacity: 64}}\n" for name in MODELS)
+        (folder / "nereid.yaml").write_text(
+            f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{entries}"
+        )
+        state_file = folder / "state.json"
+        command = [sys.executable, "-m", "native_service.cli", "serve", "--config", str(folder / "nereid.yaml")]
+        server = subprocess.Popen([*command, "--state", str(state_file)])
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not state_file.exists():
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("nereid serve did not become ready")
+                time.sleep(0.1)
+            passed = asyncio.run(measure(json.loads(state_file.read_text()), options.seconds, options.repeats))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

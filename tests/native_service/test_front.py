@@ -1,0 +1,453 @@
+"""The public address: a real Envoy, our gRPC server, and a fake Triton that can be told to misbehave."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2
+
+from native_service import front
+from native_service.envoy_config import Admitted
+from native_service.proto import inference_pb2 as pb
+from native_service.settings import Limits
+from nereid_backend.errors import EnvoyUnavailable, SettingsError
+from nereid_backend.spec import ModelSpec
+
+Fronting = Callable[..., Any]
+Spec = Callable[..., ModelSpec]
+R16 = np.arange(16, dtype="<f4")
+KSERVE = "/inference.GRPCInferenceService/"
+FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, "model queue full, retry later")
+
+
+def infer_request(shape: tuple[int, ...] = (1, 16), model: str = "adder", version: str = "") -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, model_version=version, id="an id")
+    request.inputs.add(name="input", datatype="FP32", shape=shape)
+    request.raw_input_contents.append(np.arange(np.prod(shape), dtype="<f4").tobytes())
+    return request
+
+
+def infer(channel: Any, request: Any = None, **options: Any) -> Any:
+    call = channel.unary_unary(
+        KSERVE + "ModelInfer",
+        service_pb2.ModelInferRequest.SerializeToString,
+        service_pb2.ModelInferResponse.FromString,
+    )
+    return call(infer_request() if request is None else request, **options)
+
+
+def stream(channel: Any) -> Any:
+    return channel.stream_stream(
+        KSERVE + "ModelStreamInfer",
+        service_pb2.ModelInferRequest.SerializeToString,
+        service_pb2.ModelStreamInferResponse.FromString,
+    )()
+
+
+def checkpoint(channel: Any) -> Any:
+    call = channel.stream_stream(
+        "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+    )
+    return call(
+        iter(
+            [
+                pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name="adder")),
+                pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[16], data=R16.tobytes(), end_of_tensor=True)),
+            ]
+        )
+    )
+
+
+async def status(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def health(channel: Any, name: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer: int = (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+    return answer
+
+
+async def all_of(call: Any) -> list[Any]:
+    return [response async for response in call]
+
+
+async def until_permits(service: Any, count: int, model: str = "adder") -> None:
+    async with asyncio.timeout(10):
+        while await service.permits_in_use(model) != count:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("shape", "direct"), [((1, 16), True), ((2, 16), True), ((16,), False)])
+def test_only_a_left_out_batch_dimension_takes_the_way_through_our_service(
+    fronting: Fronting, spec: Spec, shape: tuple[int, ...], direct: bool
+) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            answer = await infer(service.channel, infer_request(shape))
+            assert answer.raw_output_contents[0] == (np.arange(np.prod(shape), dtype="<f4") + 1).tobytes()
+            [seen] = service.triton.requests
+            assert list(seen.inputs[0].shape) == list(shape if direct else (1, *shape))
+            counters = await service.front.admin.counters(r"^cluster\.service\.upstream_rq_total$")
+            assert counters == {"cluster.service.upstream_rq_total": 0 if direct else 1}
+
+    asyncio.run(scenario())
+
+
+def test_an_ipv6_address_is_served(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), bind="[::1]:0") as service:
+            assert service.address.startswith("[::1]:")
+            assert (await infer(service.channel)).outputs
+
+    asyncio.run(scenario())
+
+
+def test_a_port_somebody_has_is_one_message(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            with pytest.raises(SettingsError, match=r"server.bind_addr 127.0.0.1:\d+ cannot be bound"):
+                async with fronting(spec(), bind=service.address):
+                    pass
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_nobody_uses_does_not_keep_the_front_from_stopping(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_DRAIN_S", 0.5)
+
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            call = stream(service.channel)
+            await call.write(infer_request())
+            assert (await call.read()).infer_response.outputs
+            await asyncio.wait_for(service.front.stop(), 5)
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(scenario())
+
+
+def test_compressed_requests_are_answered(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            assert (await infer(service.channel, compression=grpc.Compression.Gzip)).outputs
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (infer_request(model="nobody"), "NOT_FOUND"),
+        (infer_request(model="service"), "NOT_FOUND"),
+        (infer_request(version="2"), "NOT_FOUND"),
+        (infer_request(model=""), "INVALID_ARGUMENT"),
+    ],
+)
+def test_unknown_models_and_versions_never_reach_triton(
+    fronting: Fronting, spec: Spec, request_: Any, code: str
+) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            for metadata in (None, (("nereid-cluster", "model_adder"),)):
+                assert (await status(infer(service.channel, request_, metadata=metadata)))[0] is grpc.StatusCode[code]
+            assert service.triton.requests == []
+            assert (await infer(service.channel, infer_request(version="1"))).outputs
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_cannot_choose_the_way_of_a_call(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=1) as service:
+            index = service.channel.unary_unary(
+                KSERVE + "RepositoryIndex",
+                service_pb2.RepositoryIndexRequest.SerializeToString,
+                service_pb2.RepositoryIndexResponse.FromString,
+            )
+            for cluster in ("triton", "model_adder"):
+                # The fake Triton does not know this call: our service has answered.
+                answer = await index(service_pb2.RepositoryIndexRequest(), metadata=(("nereid-cluster", cluster),))
+                assert [model.name for model in answer.models] == ["adder"]
+            service.triton.behave = service.triton.never
+            running = infer(service.channel)
+            await until_permits(service, 1)
+            assert await status(infer(service.channel, metadata=(("nereid-cluster", "triton"),))) == FULL
+            running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_all_surfaces_share_the_permits_of_a_model(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), spec("other"), capacity=3) as service:
+            service.triton.behave = service.triton.never
+            streaming = stream(service.channel)
+            await streaming.write(infer_request())
+            running = [infer(service.channel), checkpoint(service.channel), streaming]
+            reading = asyncio.ensure_future(all_of(running[1]))
+            await until_permits(service, 3)
+            assert await status(infer(service.channel)) == FULL
+            assert await status(infer(service.channel, infer_request((16,)))) == FULL
+            assert await status(all_of(checkpoint(service.channel))) == FULL
+            second = stream(service.channel)
+            await second.write(infer_request())
+            assert (await second.read()).error_message == FULL[1]
+            service.triton.behave = None
+            assert (await infer(service.channel, infer_request(model="other"))).outputs
+            await second.write(infer_request(model="other"))
+            assert (await second.read()).infer_response.outputs
+            for call in running:
+                call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await until_permits(service, 0)
+            assert await service.front.admin.refusals() == {"adder": 4, "other": 0}
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_is_immediate_and_says_when_to_come_back(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=1) as service:
+            service.triton.behave = service.triton.never
+            running = infer(service.channel)
+            await until_permits(service, 1)
+            times, clock = [], asyncio.get_running_loop().time
+            for _ in range(50):
+                started = clock()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await infer(service.channel)
+                times.append(clock() - started)
+                assert dict(caught.value.trailing_metadata() or ())["retry-after"] == "1"
+            assert sorted(times)[25] < 0.005
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await all_of(checkpoint(service.channel))
+            assert dict(caught.value.trailing_metadata() or ())["retry-after"] == "1"
+            running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_stream_and_a_slow_upload_hold_no_permit(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=1) as service:
+            streams = [stream(service.channel) for _ in range(3)]
+            for call in streams:
+                await call.write(infer_request())
+                assert (await call.read()).infer_response.id == ""
+            upload = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+            )()
+            await upload.write(pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name="adder")))
+            assert await service.permits_in_use() == 0
+            assert (await infer(service.channel)).outputs
+            for call in (*streams, upload):
+                call.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_survives_a_bad_request(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            call = stream(service.channel)
+            for request in (infer_request(), infer_request(model="nobody"), infer_request((16,))):
+                await call.write(request)
+            await call.done_writing()
+            first, second, third = await all_of(call)
+            assert first.infer_response.outputs
+            assert third.infer_response.outputs
+            assert "model 'nobody' is not served here" in second.error_message
+            assert not second.HasField("infer_response")
+
+    asyncio.run(scenario())
+
+
+def test_permits_come_back_after_every_ending(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=64) as service:
+
+            async def slow(request: Any, context: Any) -> Any:
+                await asyncio.sleep(random.random() * 0.02)
+                if random.random() < 0.2:
+                    await context.abort(grpc.StatusCode.INTERNAL, "no such luck")
+                return await service.triton._add_one(request, context)
+
+            service.triton.behave = slow
+
+            async def one(number: int) -> None:
+                start = random.choice([infer, checkpoint, lambda channel: infer(channel, infer_request((16,)))])
+                timeout = {"timeout": random.random() * 0.02} if start is infer and number % 3 == 0 else {}
+                call = start(service.channel, **timeout)
+                work = asyncio.ensure_future(all_of(call) if start is checkpoint else _awaited(call))
+                if number % 3 == 1:
+                    await asyncio.sleep(random.random() * 0.02)
+                    call.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+            for start in range(0, 1000, 50):
+                await asyncio.gather(*(one(number) for number in range(start, start + 50)))
+            await until_permits(service, 0)
+            service.triton.behave = None
+            assert (await infer(service.channel)).outputs
+
+    asyncio.run(scenario())
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+KILLED_CLIENT = """
+import sys, grpc
+channel = grpc.insecure_channel(sys.argv[1])
+call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+calls = [call.future(bytes.fromhex(sys.argv[2])) for _ in range(4)]
+print("sent", flush=True)
+calls[0].result()
+"""
+
+
+def test_permits_come_back_when_a_client_is_killed(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=4) as service:
+            service.triton.behave = service.triton.never
+            request = infer_request().SerializeToString().hex()
+            client = subprocess.Popen([sys.executable, "-c", KILLED_CLIENT, service.address, request])
+            await until_permits(service, 4)
+            client.kill()
+            client.wait()
+            await until_permits(service, 0)
+            async with asyncio.timeout(5):
+                while service.triton.cancelled < 4:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_large_messages_pass_up_to_the_setting(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        limits = Limits(max_request_bytes=32 * 1024 * 1024)
+        model = spec(dims=(-1,))
+        async with fronting(model, limits=limits) as service, grpc.aio.insecure_channel(
+            service.address, options=[("grpc.max_receive_message_length", -1)]
+        ) as channel:  # fmt: skip
+            for shape in ((1, 7 * 1024 * 1024), (7 * 1024 * 1024,)):
+                answer = await infer(channel, infer_request(shape))
+                assert len(answer.raw_output_contents[0]) == 28 * 1024 * 1024
+            code, _ = await status(infer(channel, infer_request((1, 20 * 1024 * 1024))))
+            assert code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION)
+            assert len(service.triton.requests) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), spec("other"), capacity=16) as service:
+            stays = [Admitted(spec(), 16), Admitted(spec("other"), 16)]
+            done = False
+            answered = 0
+
+            async def load(model: str) -> None:
+                nonlocal answered
+                while not done:
+                    assert (await infer(service.channel, infer_request(model=model))).outputs
+                    answered += 1
+
+            loads = [asyncio.create_task(load(model)) for model in ("adder", "other") for _ in range(4)]
+            for number in range(50):
+                await service.front.set_models([*stays, Admitted(spec(f"guest{number}"), 1)])
+                assert (await infer(service.channel, infer_request(model=f"guest{number}"))).outputs
+                assert await health(service.channel, f"guest{number}") == health_pb2.HealthCheckResponse.SERVING
+                await service.front.set_models(stays)
+                assert await health(service.channel, "adder") == health_pb2.HealthCheckResponse.SERVING
+                code, _ = await status(infer(service.channel, infer_request(model=f"guest{number}")))
+                assert code is grpc.StatusCode.NOT_FOUND
+            done = True
+            await asyncio.gather(*loads)
+            assert answered > 100
+            assert await service.front.admin.permits_in_use() == {"adder": 0, "other": 0}
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_envoy_is_started_again_at_the_same_address(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            assert (await infer(service.channel)).outputs
+            os.kill(service.front.envoy_pid, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while True:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await infer(service.channel, wait_for_ready=True)
+                        break
+            # The way through our service is there again, too.
+            assert (await infer(service.channel, infer_request((16,)), wait_for_ready=True)).outputs
+
+    asyncio.run(scenario())
+
+
+def test_an_envoy_that_does_not_stay_up_is_given_up(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            gone = asyncio.create_task(service.front.wait())
+            last = None
+            async with asyncio.timeout(30):
+                while not gone.done():
+                    pid = service.front.envoy_pid
+                    if pid != last and await service.front.admin.is_ready():
+                        os.kill(pid, signal.SIGKILL)
+                        last = pid
+                    await asyncio.sleep(0.02)
+            assert re.fullmatch(r"Envoy ended with code -9 while \w+, for the 6th time within 60 s", gone.result())
+
+    asyncio.run(scenario())
+
+
+def test_a_running_call_is_answered_when_the_front_stops(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+
+            async def slow(request: Any, context: Any) -> Any:
+                await asyncio.sleep(2)
+                return await service.triton._add_one(request, context)
+
+            service.triton.behave = slow
+            calls = [infer(service.channel), infer(service.channel, infer_request((16,)))]
+            await until_permits(service, 2)
+            stopping = asyncio.create_task(service.front.stop())
+            await asyncio.sleep(0.3)
+            assert await health(service.channel, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+            for answer in await asyncio.gather(*(_awaited(call) for call in calls)):
+                assert answer.outputs
+            await asyncio.wait_for(stopping, 5)
+            with pytest.raises(OSError, match="111"):
+                await asyncio.open_connection(*service.address.split(":"))
+
+    asyncio.run(scenario())
+
+
+def test_what_envoy_refuses_changes_nothing(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            with pytest.raises(EnvoyUnavailable, match="refuses the generated configuration"):
+                await service.front.set_models([Admitted(spec(), -1)])
+            assert (await infer(service.channel)).outputs
+
+    asyncio.run(scenario())

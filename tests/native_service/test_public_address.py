@@ -1,0 +1,360 @@
+"""KServe v2 at the public address of ``nereid serve``, as a stock tritonclient sees it; the real Envoy and Triton.
+
+Case numbers are those of the nereid facts (section 8); the models are made here.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as tritonclient
+from onnx import TensorProto, helper, save
+from serving import Served, checkpoint, chunk, meta, tensor_of
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.triton
+
+R16 = np.arange(16, dtype=np.float32)
+A, B = np.array([[1, 2, 3, 4]], np.float32), np.array([[10, 20, 30, 40]], np.float32)
+FULL = "model queue full, retry later"
+
+
+def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], str]], element: int, size: int) -> None:
+    """``path``.onnx: tensors of [n, width]; the constant ``one`` is there to be added."""
+    outputs = [output for _, _, output in nodes]
+    graph = helper.make_graph(
+        [helper.make_node(kind, names, [output]) for kind, names, output in nodes],
+        "graph",
+        [helper.make_tensor_value_info(name, element, ["n", width]) for name, width in inputs.items()],
+        [helper.make_tensor_value_info(name, element, ["n", next(iter(inputs.values()))]) for name in outputs],
+        [helper.make_tensor("one", element, [1], [1])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("public")
+    models = folder / "models"
+    models.mkdir()
+    add_one = [("Add", ["input", "one"], "output")]
+    write(models / "adder.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 10)
+    write(models / "whole.onnx", {"input": 4}, add_one, TensorProto.INT64, 4)
+    both = [("Add", ["a", "b"], "sum"), ("Mul", ["a", "b"], "prod")]
+    write(models / "multi.onnx", {"a": 4, "b": 4}, both, TensorProto.FLOAT, 4)
+    write(models / "single.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
+    entry = "  - {{name: {}, device: cpu, queue_capacity: {}, options: {{max_batch_size: 10}}}}\n"
+    capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1}
+    (folder / "nereid.yaml").write_text(
+        "server: {bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}\nmodels:\n"
+        + "".join(entry.format(name, capacity) for name, capacity in capacities.items())
+    )
+    server = Served(folder, "--config", str(folder / "nereid.yaml"))
+    yield server
+    assert server.end()[0] == 0
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[Any]:
+    with tritonclient.InferenceServerClient(served.state["address"]) as client:
+        yield client
+
+
+def tensor(name: str, array: np.ndarray) -> Any:
+    kserve = {"float32": "FP32", "int64": "INT64", "int32": "INT32"}[array.dtype.name]
+    made = tritonclient.InferInput(name, list(array.shape), kserve)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def infer(client: Any, model: str, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+    answer = client.infer(model, [tensor(name, array) for name, array in arrays.items()], request_id="the id")
+    assert answer.get_response().id == "the id"
+    return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
+
+
+def code_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(InferenceServerException) as caught:
+        call()
+    return str(caught.value.status()).removeprefix("StatusCode.")
+
+
+def test_k1_k2_raw_and_typed_contents_give_the_same_bytes(served: Served, client: Any) -> None:
+    request = service_pb2.ModelInferRequest(model_name="adder", id="typed")
+    request.inputs.add(name="input", datatype="FP32", shape=[1, 16]).contents.fp32_contents.extend(R16)
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        call = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            service_pb2.ModelInferRequest.SerializeToString,
+            service_pb2.ModelInferResponse.FromString,
+        )
+        typed = call(request)
+    assert typed.id == "typed"
+    raw = infer(client, "adder", input=R16[None])["output"]
+    assert list(typed.raw_output_contents) == [raw.tobytes()] == [(R16[None] + 1).tobytes()]
+
+
+def test_the_batch_dimension_may_be_left_out(client: Any) -> None:
+    assert infer(client, "adder", input=R16)["output"].tolist() == [(R16 + 1).tolist()]
+    answer = infer(client, "multi", a=A[0], b=B)
+    assert answer["sum"].tolist() == [[11, 22, 33, 44]]
+
+
+def test_k3_health_and_metadata_of_the_server_and_of_models(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("adder")
+    assert not client.is_model_ready("nobody")
+    assert client.get_server_metadata().name == "nereid"
+    metadata = client.get_model_metadata("adder")
+    assert (metadata.platform, list(metadata.versions)) == ("onnxruntime_onnx", ["1"])
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("input", "FP32", [-1, 16])]
+    assert client.get_model_config("adder").config.max_batch_size == 10
+
+
+def test_k6_a_requested_output_is_given_and_an_unknown_one_refused(client: Any) -> None:
+    def ask(name: str) -> Any:
+        return client.infer("adder", [tensor("input", R16[None])], outputs=[tritonclient.InferRequestedOutput(name)])
+
+    assert [output.name for output in ask("output").get_response().outputs] == ["output"]
+    assert code_of(lambda: ask("nothing")) == "INVALID_ARGUMENT"
+
+
+def test_k9_inputs_bind_by_name_whatever_their_order(client: Any) -> None:
+    answer = infer(client, "multi", b=B, a=A)
+    assert {name: array.tolist() for name, array in answer.items()} == {
+        "sum": [[11, 22, 33, 44]],
+        "prod": [[10, 40, 90, 160]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "inputs"),
+    [
+        ("K10 missing", [("a", A)]),
+        ("K11 duplicate", [("a", A), ("a", A), ("b", B)]),
+        ("K11 duplicate in the place of another", [("a", A), ("a", A)]),
+        ("K12 extra", [("a", A), ("b", B), ("c", A)]),
+        ("K12 extra that makes up for what is left out", [("a", A[0]), ("b", B[0]), ("c", A)]),
+        ("wrong size", [("a", A), ("b", R16[None])]),
+        ("wrong rank", [("a", A[None]), ("b", B)]),
+        ("wrong type", [("a", A), ("b", B.astype(np.int64))]),
+        ("too many rows", [("a", np.repeat(A, 11, 0)), ("b", np.repeat(B, 11, 0))]),
+        ("rows that differ", [("a", np.repeat(A, 2, 0)), ("b", B)]),
+    ],
+)
+def test_inputs_that_break_the_contract_are_refused(client: Any, case: str, inputs: list[Any]) -> None:
+    tensors = [tensor(name, array) for name, array in inputs]
+    assert code_of(lambda: client.infer("multi", tensors)) == "INVALID_ARGUMENT", case
+
+
+def test_k13_an_unknown_output_is_refused(client: Any) -> None:
+    wanted = [tritonclient.InferRequestedOutput(name) for name in ("sum", "difference")]
+    inputs = [tensor("a", A), tensor("b", B)]
+    assert code_of(lambda: client.infer("multi", inputs, outputs=wanted)) == "INVALID_ARGUMENT"
+
+
+def test_k15_metadata_names_all_tensors(client: Any) -> None:
+    metadata = client.get_model_metadata("multi")
+    assert [t.name for t in metadata.inputs] == ["a", "b"]
+    assert [t.name for t in metadata.outputs] == ["sum", "prod"]
+
+
+def test_k16_integers_stay_integers(client: Any) -> None:
+    answer = infer(client, "whole", input=np.array([[10, 20, 30, 2**53 + 1]], np.int64))["output"]
+    assert (answer.dtype, answer.tolist()) == (np.dtype(np.int64), [[11, 21, 31, 2**53 + 2]])
+
+
+def test_k19_a_payload_shorter_than_its_shape_is_refused(client: Any) -> None:
+    short = tensor("input", R16[None, :8])
+    for shape in ([1, 16], [16]):
+        short.set_shape(shape)
+        assert code_of(lambda: client.infer("adder", [short])) == "INVALID_ARGUMENT"
+
+
+def test_k20_the_version_is_1_or_left_out(client: Any) -> None:
+    for version in ("", "1"):
+        assert client.infer("adder", [tensor("input", R16[None])], model_version=version).as_numpy("output").shape
+        assert client.is_model_ready("adder", version)
+        assert client.get_model_metadata("adder", version).name == "adder"
+    assert not client.is_model_ready("adder", "2")
+    assert code_of(lambda: client.get_model_metadata("adder", "2")) == "NOT_FOUND"
+    assert code_of(lambda: client.infer("adder", [tensor("input", R16[None])], model_version="2")) == "NOT_FOUND"
+
+
+def test_k21_an_unknown_model_is_not_found(client: Any) -> None:
+    calls = (
+        lambda: client.infer("nobody", [tensor("input", R16[None])]),
+        lambda: client.get_model_metadata("nobody"),
+        lambda: client.get_model_config("nobody"),
+        lambda: client.get_inference_statistics("nobody"),
+    )
+    assert [code_of(call) for call in calls] == ["NOT_FOUND"] * 4
+
+
+def test_lists_and_statistics_show_what_is_served(client: Any) -> None:
+    index = client.get_model_repository_index()
+    assert [(m.name, m.version, m.state) for m in index.models] == [
+        (name, "1", "READY") for name in ("adder", "whole", "multi", "single")
+    ]
+    assert [s.name for s in client.get_inference_statistics().model_stats] == ["adder", "whole", "multi", "single"]
+    before = client.get_inference_statistics("whole").model_stats[0].inference_count
+    infer(client, "whole", input=np.zeros((3, 4), np.int64))
+    assert client.get_inference_statistics("whole").model_stats[0].inference_count == before + 3
+
+
+def test_what_changes_the_server_is_switched_off(client: Any) -> None:
+    calls = (
+        lambda: client.load_model("adder"),
+        lambda: client.unload_model("adder"),
+        lambda: client.get_system_shared_memory_status(),
+        lambda: client.get_cuda_shared_memory_status(),
+        lambda: client.get_trace_settings(),
+        lambda: client.get_log_settings(),
+    )
+    assert [code_of(call) for call in calls] == ["UNIMPLEMENTED"] * 6
+    assert client.is_model_ready("adder")
+
+
+def streamed(client: Any, requests: list[tuple[str, list[Any]]]) -> list[Any]:
+    """The answer, or the error, to each request of one stream, in order."""
+    answers: queue.Queue[Any] = queue.Queue()
+    client.start_stream(callback=lambda result, error: answers.put(error or result))
+    try:
+        for model, tensors in requests:
+            client.async_stream_infer(model, tensors)
+        return [answers.get(timeout=10) for _ in requests]
+    finally:
+        client.stop_stream()
+
+
+def test_k22_a_stream_answers_in_order(client: Any) -> None:
+    rows = [np.full((1, 16), number, np.float32) for number in range(3)]
+    answers = streamed(client, [("adder", [tensor("input", row)]) for row in rows])
+    assert [answer.as_numpy("output")[0, 0] for answer in answers] == [1, 2, 3]
+
+
+def test_k23_a_stream_survives_a_bad_request(client: Any) -> None:
+    good = ("adder", [tensor("input", R16[None])])
+    bad = ("adder", [tensor("input", R16[None, :15])])
+    first, second, third = streamed(client, [good, bad, ("adder", [tensor("input", R16)])])
+    assert first.as_numpy("output").tolist() == third.as_numpy("output").tolist() == [(R16 + 1).tolist()]
+    assert "unexpected shape for input 'input' for model 'adder'" in str(second)
+
+
+@contextmanager
+def stopped(served: Served, model: str) -> Iterator[None]:
+    """The process of ``model`` stands still: its calls run for as long as the test likes."""
+    ending = f"/{model}/1/model.py\0".encode()
+    (pid,) = (
+        pid for pid in served.descendants() if ending in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    )  # fmt: skip
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def metrics(served: Served) -> dict[str, float]:
+    """Every series and its value, after checking that none comes twice."""
+    with urllib.request.urlopen(f"http://{served.state['http']}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
+    series = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    assert len(series) == len(lines)
+    return series
+
+
+def refusals(served: Served, model: str) -> float:
+    return metrics(served)[f'nv_inference_request_failure{{model="{model}",reason="REJECTED",version="1"}}']
+
+
+def test_m1_m4_each_request_counts_once_and_unknown_models_nowhere(served: Served, client: Any) -> None:
+    def counts() -> dict[str, float]:
+        found = metrics(served)
+        names = ("request_success", "count", "exec_count")
+        return {name: found[f'nv_inference_{name}{{model="multi",version="1"}}'] for name in names}
+
+    before = counts()
+    infer(client, "multi", a=np.repeat(A, 2, 0), b=np.repeat(B, 2, 0))
+    code_of(lambda: client.infer("nobody", [tensor("input", A)]))
+    after = counts()
+    assert {name: after[name] - before[name] for name in after} == {"request_success": 1, "count": 2, "exec_count": 1}
+    assert not [name for name in metrics(served) if "nobody" in name]
+    for model in ("adder", "whole", "multi", "single"):
+        assert f'nv_inference_request_success{{model="{model}",version="1"}}' in metrics(served)
+
+
+def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Served, client: Any) -> None:
+    assert refusals(served, "multi") == 0
+    before = refusals(served, "single")
+    outcomes: list[Any] = []
+
+    def ask() -> None:
+        try:
+            outcomes.append(infer(client, "single", input=R16[None])["output"].tolist())
+        except InferenceServerException as error:
+            outcomes.append(str(error))
+
+    with stopped(served, "single"):
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 10
+        while not outcomes and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert outcomes == [f"[StatusCode.RESOURCE_EXHAUSTED] {FULL}"]
+        with pytest.raises(grpc.RpcError) as caught:
+            checkpoint(served, [meta("single"), chunk([16], R16.tobytes())])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        (error,) = streamed(client, [("single", [tensor("input", R16[None])])])
+        assert FULL in str(error)
+        assert infer(client, "adder", input=R16[None])
+    for thread in threads:
+        thread.join(10)
+    assert outcomes[1:] == [[(R16 + 1).tolist()]]
+    assert refusals(served, "single") == before + 3
+
+
+def test_the_permit_comes_back_whatever_way_the_call_ends(served: Served, client: Any) -> None:
+    good, bad = tensor("input", R16[None]), tensor("input", R16[None, :15])
+
+    def one(number: int) -> None:
+        with suppress(InferenceServerException, grpc.RpcError):
+            if number % 4 == 0:
+                client.infer("single", [bad])
+            elif number % 4 == 1:
+                client.infer("single", [good], client_timeout=random.uniform(0.0005, 0.02))
+            elif number % 4 == 2:
+                call = client.async_infer("single", [good], callback=lambda result, error: None)
+                time.sleep(random.uniform(0, 0.003))
+                call.cancel()
+            else:
+                checkpoint(served, [meta("single"), chunk([16], R16.tobytes())])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(400)))
+    deadline = time.monotonic() + 10
+    while True:
+        # What was cancelled last may still be running in the model.
+        with suppress(grpc.RpcError):
+            answer = tensor_of(checkpoint(served, [meta("single"), chunk([16], R16.tobytes())]))
+            break
+        assert time.monotonic() < deadline, "the permit did not come back"
+        time.sleep(0.05)
+    assert answer == ([1, 16], (R16 + 1).tobytes())
