@@ -329,6 +329,9 @@ def test_permits_come_back_when_a_client_is_killed(fronting: Fronting, spec: Spe
             service.triton.behave = service.triton.never
             request = infer_request().SerializeToString().hex()
             client = subprocess.Popen([sys.executable, "-c", KILLED_CLIENT, service.address, request])
+            async with asyncio.timeout(20):
+                while len(service.triton.requests) < 4:  # a permit is taken a little before Triton hears of the call
+                    await asyncio.sleep(0.01)
             await until_permits(service, 4)
             client.kill()
             client.wait()
