@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
+import tritonclient.grpc as tritonclient
 
 from native_service.proto import inference_pb2 as pb
+from nereid_backend import dtypes
 
 READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
 
@@ -104,3 +107,10 @@ def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
     assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
     assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
     return list(chunks[0].shape), b"".join(c.data for c in chunks)
+
+
+def input_tensor(name: str, array: np.ndarray) -> Any:
+    """``array`` as an input of a stock client."""
+    tensor = tritonclient.InferInput(name, list(array.shape), dtypes.by_numpy(array.dtype).kserve)
+    tensor.set_data_from_numpy(array)
+    return tensor

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
-from serving import Served, checkpoint, chunk, meta, tensor_of
+from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
 FOLDERS, BUNDLES = FIXTURES / "nereid-ml-backends", FIXTURES / "reactant" / "generated"
@@ -68,12 +68,7 @@ def model3(rows: np.ndarray) -> bytes:
 
 
 def infer(client: Any, model: str, outputs: list[str] | None = None, **arrays: np.ndarray) -> dict[str, np.ndarray]:
-    kserve = {"float32": "FP32", "int64": "INT64", "int32": "INT32"}
-    tensors = []
-    for name, array in arrays.items():
-        tensor = tritonclient.InferInput(name, list(array.shape), kserve[array.dtype.name])
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
+    tensors = [input_tensor(name, array) for name, array in arrays.items()]
     wanted = None if outputs is None else [tritonclient.InferRequestedOutput(name) for name in outputs]
     answer = client.infer(model, tensors, outputs=wanted, request_id="the id")
     assert answer.get_response().id == "the id"

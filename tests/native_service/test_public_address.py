@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
 from onnx import TensorProto, helper, save
-from serving import Served, checkpoint, chunk, meta, tensor_of
+from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -75,15 +75,8 @@ def client(served: Served) -> Iterator[Any]:
         yield client
 
 
-def tensor(name: str, array: np.ndarray) -> Any:
-    kserve = {"float32": "FP32", "int64": "INT64", "int32": "INT32"}[array.dtype.name]
-    made = tritonclient.InferInput(name, list(array.shape), kserve)
-    made.set_data_from_numpy(array)
-    return made
-
-
 def infer(client: Any, model: str, **arrays: np.ndarray) -> dict[str, np.ndarray]:
-    answer = client.infer(model, [tensor(name, array) for name, array in arrays.items()], request_id="the id")
+    answer = client.infer(model, [input_tensor(name, array) for name, array in arrays.items()], request_id="the id")
     assert answer.get_response().id == "the id"
     return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
@@ -129,7 +122,9 @@ def test_k3_health_and_metadata_of_the_server_and_of_models(client: Any) -> None
 
 def test_k6_a_requested_output_is_given_and_an_unknown_one_refused(client: Any) -> None:
     def ask(name: str) -> Any:
-        return client.infer("adder", [tensor("input", R16[None])], outputs=[tritonclient.InferRequestedOutput(name)])
+        return client.infer(
+            "adder", [input_tensor("input", R16[None])], outputs=[tritonclient.InferRequestedOutput(name)]
+        )
 
     assert [output.name for output in ask("output").get_response().outputs] == ["output"]
     assert code_of(lambda: ask("nothing")) == "INVALID_ARGUMENT"
@@ -159,13 +154,13 @@ def test_k9_inputs_bind_by_name_whatever_their_order(client: Any) -> None:
     ],
 )
 def test_inputs_that_break_the_contract_are_refused(client: Any, case: str, inputs: list[Any]) -> None:
-    tensors = [tensor(name, array) for name, array in inputs]
+    tensors = [input_tensor(name, array) for name, array in inputs]
     assert code_of(lambda: client.infer("multi", tensors)) == "INVALID_ARGUMENT", case
 
 
 def test_k13_an_unknown_output_is_refused(client: Any) -> None:
     wanted = [tritonclient.InferRequestedOutput(name) for name in ("sum", "difference")]
-    inputs = [tensor("a", A), tensor("b", B)]
+    inputs = [input_tensor("a", A), input_tensor("b", B)]
     assert code_of(lambda: client.infer("multi", inputs, outputs=wanted)) == "INVALID_ARGUMENT"
 
 
@@ -181,7 +176,7 @@ def test_k16_integers_stay_integers(client: Any) -> None:
 
 
 def test_k19_a_payload_shorter_than_its_shape_is_refused(client: Any) -> None:
-    short = tensor("input", R16[None, :8])
+    short = input_tensor("input", R16[None, :8])
     for shape in ([1, 16], [16]):
         short.set_shape(shape)
         assert code_of(lambda: client.infer("adder", [short])) == "INVALID_ARGUMENT"
@@ -189,17 +184,17 @@ def test_k19_a_payload_shorter_than_its_shape_is_refused(client: Any) -> None:
 
 def test_k20_the_version_is_1_or_left_out(client: Any) -> None:
     for version in ("", "1"):
-        assert client.infer("adder", [tensor("input", R16[None])], model_version=version).as_numpy("output").shape
+        assert client.infer("adder", [input_tensor("input", R16[None])], model_version=version).as_numpy("output").shape
         assert client.is_model_ready("adder", version)
         assert client.get_model_metadata("adder", version).name == "adder"
     assert not client.is_model_ready("adder", "2")
     assert code_of(lambda: client.get_model_metadata("adder", "2")) == "NOT_FOUND"
-    assert code_of(lambda: client.infer("adder", [tensor("input", R16[None])], model_version="2")) == "NOT_FOUND"
+    assert code_of(lambda: client.infer("adder", [input_tensor("input", R16[None])], model_version="2")) == "NOT_FOUND"
 
 
 def test_k21_an_unknown_model_is_not_found(client: Any) -> None:
     calls = (
-        lambda: client.infer("nobody", [tensor("input", R16[None])]),
+        lambda: client.infer("nobody", [input_tensor("input", R16[None])]),
         lambda: client.get_model_metadata("nobody"),
         lambda: client.get_model_config("nobody"),
         lambda: client.get_inference_statistics("nobody"),
@@ -245,14 +240,14 @@ def streamed(client: Any, requests: list[tuple[str, list[Any]]]) -> list[Any]:
 
 def test_k22_a_stream_answers_in_order(client: Any) -> None:
     rows = [np.full((1, 16), number, np.float32) for number in range(3)]
-    answers = streamed(client, [("adder", [tensor("input", row)]) for row in rows])
+    answers = streamed(client, [("adder", [input_tensor("input", row)]) for row in rows])
     assert [answer.as_numpy("output")[0, 0] for answer in answers] == [1, 2, 3]
 
 
 def test_k23_a_stream_survives_a_bad_request(client: Any) -> None:
-    good = ("adder", [tensor("input", R16[None])])
-    bad = ("adder", [tensor("input", R16[None, :15])])
-    first, second, third = streamed(client, [good, bad, ("adder", [tensor("input", R16)])])
+    good = ("adder", [input_tensor("input", R16[None])])
+    bad = ("adder", [input_tensor("input", R16[None, :15])])
+    first, second, third = streamed(client, [good, bad, ("adder", [input_tensor("input", R16)])])
     assert first.as_numpy("output").tolist() == third.as_numpy("output").tolist() == [(R16 + 1).tolist()]
     assert "unexpected shape for input 'input' for model 'adder'" in str(second)
 
@@ -292,7 +287,7 @@ def test_m1_m4_each_request_counts_once_and_unknown_models_nowhere(served: Serve
 
     before = counts()
     infer(client, "multi", a=np.repeat(A, 2, 0), b=np.repeat(B, 2, 0))
-    code_of(lambda: client.infer("nobody", [tensor("input", A)]))
+    code_of(lambda: client.infer("nobody", [input_tensor("input", A)]))
     after = counts()
     assert {name: after[name] - before[name] for name in after} == {"request_success": 1, "count": 2, "exec_count": 1}
     assert not [name for name in metrics(served) if "nobody" in name]
@@ -322,7 +317,7 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
         with pytest.raises(grpc.RpcError) as caught:
             checkpoint(served, [meta("single"), chunk([16], R16.tobytes())])
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        (error,) = streamed(client, [("single", [tensor("input", R16[None])])])
+        (error,) = streamed(client, [("single", [input_tensor("input", R16[None])])])
         assert FULL in str(error)
         assert infer(client, "adder", input=R16[None])
     for thread in threads:
@@ -332,7 +327,7 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
 
 
 def test_the_permit_comes_back_whatever_way_the_call_ends(served: Served, client: Any) -> None:
-    good, bad = tensor("input", R16[None]), tensor("input", R16[None, :15])
+    good, bad = input_tensor("input", R16[None]), input_tensor("input", R16[None, :15])
 
     def one(number: int) -> None:
         with suppress(InferenceServerException, grpc.RpcError):

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as tritonclient
+from serving import input_tensor
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -78,11 +78,7 @@ def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], 
 
 
 def infer(client: Any, model: str, output: str, **arrays: np.ndarray) -> np.ndarray:
-    tensors = []
-    for name, array in arrays.items():
-        tensor = tritonclient.InferInput(name, list(array.shape), dtypes.by_numpy(array.dtype).kserve)
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
+    tensors = [input_tensor(name, array) for name, array in arrays.items()]
     return client.infer(model, tensors).as_numpy(output)
 
 
