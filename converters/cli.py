@@ -5,6 +5,7 @@ Exit codes: 0 every model was written, 1 at least one was not (the others are), 
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def command(
     from converters.convert import model_name
 
     signal.signal(signal.SIGTERM, _leave)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("nereid.environments").setLevel(logging.INFO)  # a build takes minutes
     found = [model for source in sources for model in _found(source)]
     if name is not None and len(found) != 1:
         raise click.UsageError(f"--name needs exactly one model, found {len(found)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from converters import bundle, folder, graph, repository
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
+from converters.script import DEFAULT_CHILDREN
 from nereid_backend.engines import engine_class, parse_device
 from nereid_backend.errors import BundleError
 from nereid_backend.spec import ModelSpec
@@ -30,6 +31,7 @@ def prepare(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    children: int = DEFAULT_CHILDREN,
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses."""
     parse_device(device)
@@ -50,7 +52,7 @@ def prepare(
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or an .onnx file")
     if (source / MANIFEST_FILE).exists() and backend is None:
         return bundle.read(source, name, device)
-    return folder.read(source, name, device, backend)
+    return folder.read(source, name, device, backend, children=children)
 
 
 def _refuse_special_files(source: Path) -> None:
@@ -68,15 +70,20 @@ def convert(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    children: int = DEFAULT_CHILDREN,
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
     """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written."""
-    prepared = prepare(source, name=name, device=device, backend=backend, max_batch_size=max_batch_size)
+    prepared = prepare(
+        source, name=name, device=device, backend=backend, max_batch_size=max_batch_size, children=children
+    )
     repository.write(prepared, target, link=link, force=force)
     return prepared
 
 
 def check_device(spec: ModelSpec) -> None:
     """Raise EngineMissing or DeviceMissing unless this interpreter can run ``spec`` on its device."""
+    if spec.script is not None:
+        return  # the program chooses its device itself
     engine_class(spec.engine).check_device(spec.device)

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from converters import contract as contracts
-from converters import graph, trial
+from converters import graph, script, trial
 from converters.contract import CONTRACT_FILE
 from converters.prepared import Prepared
+from converters.script import DEFAULT_CHILDREN
 from converters.trial import OpenOutput
 from nereid_backend.errors import BundleError
+from nereid_backend.scripts import CPP, PYTHON
 from nereid_backend.spec import ModelSpec, Program
 
 TORCH_PLATFORM = "pytorch_libtorch"
@@ -67,14 +69,19 @@ def detect(folder: Path, backend: str | None = None) -> str:
     return found[0]
 
 
-def read(folder: Path, name: str, device: str, backend: str | None) -> Prepared:
-    """Read a nereid folder. Raises BundleError subclasses, EngineMissing."""
+def read(folder: Path, name: str, device: str, backend: str | None, *, children: int = DEFAULT_CHILDREN) -> Prepared:
+    """Read a nereid folder; ``children`` of a script may run at a time.
+
+    Raises BundleError subclasses, EngineMissing.
+    """
     kind = detect(folder, backend)
-    if kind == "python":
-        raise BundleError("script folders (main.py) are not supported by this version; torch and onnx folders are")
-    if kind not in ("torch", "onnx"):
+    if kind not in ("torch", "onnx", PYTHON, CPP):
         raise BundleError(f"{kind} folders are not supported; export the model as .onnx or as a StableHLO bundle")
     contract = contracts.read(folder / CONTRACT_FILE)
+    if kind in (PYTHON, CPP):
+        return script.read(folder, name, device, kind, contract, children)
+    if contract.script_keys:
+        raise BundleError(f"{CONTRACT_FILE}: {contract.script_keys[0]} is for script folders, this is a {kind} folder")
     if not contract.inputs:
         raise BundleError(f"{CONTRACT_FILE}: a {kind} model needs a declared input")
     if kind == "onnx":

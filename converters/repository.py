@@ -23,6 +23,7 @@ from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 
 CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
 MODEL_PY = "from nereid_backend.model import TritonPythonModel as TritonPythonModel\n"
+SCRIPT_MODEL_PY = "from nereid_backend.scripts.model import TritonPythonModel as TritonPythonModel\n"
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -75,7 +76,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             version = fresh / VERSION
             version.mkdir(parents=True)
             _write_text(fresh / CONFIG_FILE, text)
-            _write_text(version / MODEL_FILE, MODEL_PY)
+            _write_text(version / MODEL_FILE, MODEL_PY if spec.script is None else SCRIPT_MODEL_PY)
             _write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
                 place(source, version / name, link=link)

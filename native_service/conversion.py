@@ -86,6 +86,7 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "children": model.queue_capacity,
             }
         )
         return ModelSpec.from_json(answer["spec"])
@@ -171,8 +172,11 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        children=request["children"],
         link=True,
     )
+    for note in prepared.notes:
+        _LOG.warning("%s: %s", request["name"], note)
     check_device(prepared.spec)
     return {"spec": prepared.spec.to_json()}
 
@@ -195,6 +199,7 @@ def _answer_requests(requests: TextIO, answers: TextIO) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("nereid.environments").setLevel(logging.INFO)  # a build takes minutes
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as private:
         # Libraries print to stdout; only answers may go to the parent.
         os.dup2(2, 1)

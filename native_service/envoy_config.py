@@ -141,7 +141,9 @@ def _lua(models: Sequence[Admitted]) -> str:
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
     """
-    ranks = ", ".join(f'["{model.spec.name}"] = {_total_rank(model.spec)}' for model in models)
+    # Calls of scripts are for the service: it counts them and knows codes that Triton does not.
+    native = [model.spec for model in models if model.spec.script is None]
+    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec in native)
     return (
         f"local ranks = {{{ranks}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -15,6 +15,7 @@ from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
+from native_service.script_calls import Counts, ScriptCalls
 from native_service.settings import Address, ServerSettings
 from native_service.triton_process import TritonServer
 
@@ -36,6 +37,7 @@ class Front:
         self._program, self._run, self._triton = envoy, run, triton
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
+        self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._ending = contextlib.AsyncExitStack()
 
@@ -54,8 +56,11 @@ class Front:
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
         inference = Inference(channel)
-        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready)
-        native = NereidService(specs, inference, limits)
+        self._scripts = scripts = ScriptCalls(inference)
+        await scripts.start(self._run.short_path)
+        self._ending.push_async_callback(scripts.stop)
+        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, scripts)
+        native = NereidService(specs, inference, limits, scripts)
         self._services = (kserve, native)
         largest = max(limits.max_request_bytes, limits.max_message_bytes)
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
@@ -80,6 +85,11 @@ class Front:
     async def is_ready(self) -> bool:
         """Whether a call would be answered now: Triton serves every model and the address is open."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
+
+    @property
+    def script_counts(self) -> Mapping[str, Counts]:
+        """How the calls of each script model ended."""
+        return {} if self._scripts is None else self._scripts.counts
 
     @property
     def envoy_pid(self) -> int | None:

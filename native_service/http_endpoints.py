@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from native_service.metrics import with_refusals
+from native_service.script_calls import Counts, with_script_counts
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -26,9 +27,11 @@ class HttpEndpoints:
         is_ready: Callable[[], Awaitable[bool]],
         metrics: str,
         refusals: Callable[[], Awaitable[Mapping[str, int]]],
+        scripts: Callable[[], Mapping[str, Counts]] = dict,
     ) -> None:
         """``is_ready`` tells whether calls would be served now; ``metrics`` is Triton's metrics ``host:port``;
-        ``refusals`` counts the calls of each model that found no permit."""
+        ``refusals`` counts the calls of each model that found no permit, ``scripts`` those of script models."""
+        self._scripts = scripts
         self._bind = bind
         self._models = frozenset(models)
         self._is_ready = is_ready
@@ -82,7 +85,8 @@ class HttpEndpoints:
             async with self._session.get(self._metrics_url) as answer:
                 if answer.status != 200:
                     return web.Response(status=503, text="Triton has no metrics\n")
-                text = with_refusals(await answer.text(), await self._refusals())
+                text = with_script_counts(await answer.text(), self._scripts())
+                text = with_refusals(text, await self._refusals())
         except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
             return web.Response(status=503, text="Triton does not answer\n")
         except EnvoyUnavailable as error:

@@ -16,6 +16,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from native_service.envoy_config import KSERVE
 from native_service.grpc_edge import Inference, errors_told
+from native_service.script_calls import ScriptCalls
+from native_service.triton_errors import canonical
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound
 from nereid_backend.spec import ModelSpec
 
@@ -38,12 +40,18 @@ class KServeService:
     """KServe v2 for the models of one Triton."""
 
     def __init__(
-        self, models: Sequence[ModelSpec], inference: Inference, triton: Any, is_ready: Callable[[], Awaitable[bool]]
+        self,
+        models: Sequence[ModelSpec],
+        inference: Inference,
+        triton: Any,
+        is_ready: Callable[[], Awaitable[bool]],
+        scripts: ScriptCalls | None = None,
     ) -> None:
         """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit."""
         self.set_models(models)
         self._inference = inference
         self._triton = triton
+        self._scripts = scripts
         self._is_ready = is_ready
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
@@ -115,7 +123,10 @@ class KServeService:
         return answer
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
-        complete_batch(request, self._served(request.model_name, request.model_version))
+        spec = self._served(request.model_name, request.model_version)
+        complete_batch(request, spec)
+        if spec.script is not None and self._scripts is not None:
+            return await self._scripts.infer(request, spec, context)
         return await self._inference.run(request, context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
@@ -127,7 +138,8 @@ class KServeService:
                 except NereidError as error:
                     answer = pb.ModelStreamInferResponse(error_message=str(error))
                 except grpc.aio.AioRpcError as error:
-                    answer = pb.ModelStreamInferResponse(error_message=error.details() or "Triton gave no reason")
+                    _, text = canonical(error.code().name, error.details() or "Triton gave no reason")
+                    answer = pb.ModelStreamInferResponse(error_message=text)
                 else:
                     answer = pb.ModelStreamInferResponse(infer_response=response)
                 await context.write(answer)

@@ -13,6 +13,7 @@ from native_service.checkpoint import Budget, CheckpointInput, CheckpointReader,
 from native_service.envoy_config import KSERVE
 from native_service.grpc_edge import Inference, errors_told
 from native_service.proto import inference_pb2
+from native_service.script_calls import ScriptCalls
 from native_service.settings import Limits
 from nereid_backend.errors import EngineError, ResourceExhausted
 from nereid_backend.spec import ModelSpec
@@ -23,8 +24,15 @@ SERVICE = "inference.Nereid"
 class NereidService:
     """The three calls of ``inference.Nereid`` for the models of one Triton."""
 
-    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits) -> None:
+    def __init__(
+        self,
+        models: Sequence[ModelSpec],
+        inference: Inference,
+        limits: Limits,
+        scripts: ScriptCalls | None = None,
+    ) -> None:
         """The order of ``models`` is the order of ViewModels."""
+        self._scripts = scripts
         self.set_models(models)
         self._inference = inference
         self._limits = limits
@@ -62,10 +70,12 @@ class NereidService:
     async def checkpoint(self, requests: AsyncIterator[inference_pb2.CheckpointRequest], context: Any) -> None:
         """One tensor in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
-            response, spec = await self._answer(requests, context)
-            await self._stream(response, spec, context)
+            answer = await self._answer(requests, context)
+            if answer is not None:
+                await self._stream(*answer, context)
 
-    async def _answer(self, requests: AsyncIterator[Any], context: Any) -> tuple[Any, ModelSpec]:
+    async def _answer(self, requests: AsyncIterator[Any], context: Any) -> tuple[Any, ModelSpec] | None:
+        """The answer of a model and its specification; None when a script's call has been answered already."""
         reader = CheckpointReader(self._specs, self._limits, self._budget)
         try:
             async for message in requests:
@@ -75,6 +85,9 @@ class NereidService:
                     break
             request = reader.finish()
             # Only now a permit is taken: a client that uploads slowly must not keep others from running.
+            if request.model.script is not None and self._scripts is not None:
+                await self._scripts.checkpoint(request.model, request.shape, request.data, context)
+                return None
             return await self._inference.run(_infer_request(request), context), request.model
         finally:
             reader.close()

@@ -131,7 +131,12 @@ async def _start(
     http, where = None, triton.addresses
     if server.http is not None:
         endpoints = HttpEndpoints(
-            server.http, models=names, is_ready=front.is_ready, metrics=where.metrics, refusals=front.admin.refusals
+            server.http,
+            models=names,
+            is_ready=front.is_ready,
+            metrics=where.metrics,
+            refusals=front.admin.refusals,
+            scripts=lambda: front.script_counts,
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)

@@ -9,6 +9,8 @@ _LONGEST = 500
 _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
 _DEAD_STUB = re.compile(r"Stub process '[^']*' is not healthy")
 _TRACEBACK = re.compile(r"\n\s*\nAt:\n.*|\nTraceback \(most recent call last\):.*?(?=\n\S)", re.DOTALL)
+# Codes Triton has no name for: a script's runtime puts them before the text.
+_FOREIGN = re.compile(r"(FAILED_PRECONDITION|DEADLINE_EXCEEDED): (.*)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+){2,}/([\w.+@-]+)")
 
 
@@ -20,6 +22,12 @@ def load_failure(text: str) -> str:
         return "its process ended while it was starting; its last words are in the log above"
     lines = [line.strip().rstrip(";").strip() for line in reason.splitlines()]
     return without_paths(" ".join(line for line in lines if line))[:_LONGEST] or "Triton gave no reason"
+
+
+def canonical(code: str, text: str) -> tuple[str, str]:
+    """The name of the code and the text that an error of a model is meant to have."""
+    match = _FOREIGN.match(text)
+    return (match[1], match[2]) if match and code == "INTERNAL" else (code, text)
 
 
 def without_paths(text: str) -> str:

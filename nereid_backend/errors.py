@@ -132,3 +132,21 @@ class EngineError(NereidError):
 
 class OutputError(NereidError):
     """The executable gave something else than its specification says."""
+
+
+class OutputRefused(NereidError):
+    """A program left no tensor, or one that the call it was made for cannot carry."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class Cancelled(NereidError):
+    """The caller is gone."""
+
+    code = "CANCELLED"
+
+
+class TimeLimitExceeded(NereidError):
+    """A program ran longer than its folder allows."""
+
+    code = "DEADLINE_EXCEEDED"

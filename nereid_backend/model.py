@@ -40,7 +40,7 @@ class TritonPythonModel:
     """Serves one ModelSpec with one engine."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        _open_streams()
+        open_streams()
         directory = Path(args["model_repository"]) / args["model_version"]
         try:
             self._open(ModelSpec.read(directory), directory)
@@ -92,7 +92,7 @@ class TritonPythonModel:
         for index, request in enumerate(requests):
             try:
                 if ask and request.is_cancelled():
-                    responses[index] = _failure("the request was cancelled", "CANCELLED")
+                    responses[index] = failure("the request was cancelled", "CANCELLED")
                     continue
                 arrays = self._read_inputs(request)
                 rows.append(self._rows(arrays))
@@ -182,25 +182,26 @@ class TritonPythonModel:
         name, request_id = self._spec.name, request.request_id() or "-"
         if isinstance(error, InvalidArgument):
             pb_utils.Logger.log_verbose(f"model {name!r} request {request_id}: {error}")
-            return _failure(str(error), error.code)
+            return failure(str(error), error.code)
         trace = "".join(traceback.format_exception(error))
         pb_utils.Logger.log_error(f"model {name!r} request {request_id} failed\n{trace}")
         if isinstance(error, NereidError):
-            return _failure(str(error), error.code)
+            return failure(str(error), error.code)
         if isinstance(error, MemoryError):
-            return _failure(f"model {name!r} ran out of memory; send less at once or try later", "UNAVAILABLE")
-        return _failure(
+            return failure(f"model {name!r} ran out of memory; send less at once or try later", "UNAVAILABLE")
+        return failure(
             f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL"
         )
 
 
-def _open_streams() -> None:
+def open_streams() -> None:
     """Let prints appear at once and survive any text: the 2.51 stub's streams are block-buffered ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-def _failure(message: str, code: str) -> Any:
+def failure(message: str, code: str) -> Any:
+    """An error response."""
     triton_code = getattr(pb_utils.TritonError, _TRITON_CODES.get(code, "INTERNAL"))
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, triton_code))

@@ -77,6 +77,20 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Script:
+    """A program of the user's, run once per request (:mod:`nereid_backend.scripts`).
+
+    ``children`` run at a time, more wait. ``preload`` names what a warm worker imports; empty starts an interpreter per
+    request. ``any_dtype``: a flat contract's datatype does not bind what the program writes.
+    """
+
+    children: int
+    time_limit_s: int
+    any_dtype: bool
+    preload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A served model. See the fields for units and meaning.
 
@@ -97,6 +111,7 @@ class ModelSpec:
     batch_may_be_omitted: bool = False
     device: str = "cpu"
     threads: int | None = None
+    script: Script | None = None
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -132,7 +147,7 @@ class ModelSpec:
                 "convert the bundle again with the installed version"
             )
         try:
-            weights = raw.get("weights")
+            weights, script = raw.get("weights"), raw.get("script")
             return _strict(
                 cls,
                 {
@@ -143,6 +158,9 @@ class ModelSpec:
                     "weights": None
                     if weights is None
                     else _strict(Weights, {**weights, "argument_order": tuple(weights["argument_order"])}),
+                    "script": None
+                    if script is None
+                    else _strict(Script, {**script, "preload": tuple(script["preload"])}),
                 },
             )
         except SpecError:

@@ -22,7 +22,7 @@ from nereid_backend.spec import ModelSpec, TensorSpec
 def model_name(path):
     return path.stem
 
-def convert(source, target, *, name, device, backend, max_batch_size, link):
+def convert(source, target, *, name, device, backend, max_batch_size, children, link):
     print("noise on stdout")
     if name == "crashes":
         print("last words", file=sys.stderr, flush=True)
@@ -35,7 +35,7 @@ def convert(source, target, *, name, device, backend, max_batch_size, link):
         raise ZeroDivisionError("oops")
     (target / name).mkdir()
     many = tuple(TensorSpec("weight" * 20 + str(n), "f32", (1,)) for n in range(2000 if name == "large" else 1))
-    return SimpleNamespace(spec=ModelSpec(name, "fake", device, many, (), ()))
+    return SimpleNamespace(spec=ModelSpec(name, "fake", device, many, (), ()), notes=())
 
 def check_device(spec):
     if spec.platform == "cuda:0":

@@ -209,7 +209,7 @@ def test_every_model_that_cannot_be_prepared_is_named_in_one_line(tmp_path: Path
     (models / "script" / "requirements.txt").write_text("")
     output = failing_start(tmp_path, str(models), "--bind", "127.0.0.1:0")
     assert "model 'broken': model.onnx: ONNX Runtime" in output
-    assert "model 'script': script folders (main.py) are not supported by this version" in output
+    assert "model 'script': model_inference.textproto: cannot be read (No such file or directory)" in output
     assert "'adder'" not in output
 
 

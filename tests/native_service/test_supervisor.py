@@ -27,7 +27,7 @@ def convert(source, target, *, name, **_):
         raise ManifestError("manifest.yaml: outputs are missing")
     if name.startswith("slow"):
         time.sleep(60)
-    return SimpleNamespace(spec=ModelSpec(name, "fake", "fake", (), (), ()))
+    return SimpleNamespace(spec=ModelSpec(name, "fake", "fake", (), (), ()), notes=())
 
 def check_device(spec):
     pass

@@ -1,0 +1,274 @@
+"""Calls of script models: live lines, exit codes, the bytes of any length, and a count of how they ended.
+
+Both surfaces end as a ModelInfer through Envoy's inner listener, so they share the model's permits. A Checkpoint adds a
+token to it; the model's process answers on a Unix socket in the run directory (:mod:`nereid_backend.scripts.link`) and
+sends the child's output there while it runs. Triton counts a script's calls wrongly (they are answered after
+``execute`` has returned), so they are counted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from native_service.checkpoint import output_chunks
+from native_service.grpc_edge import Inference
+from native_service.proto import inference_pb2
+from native_service.triton_errors import canonical
+from nereid_backend.errors import InvalidArgument, OutputRefused, TritonUnavailable
+from nereid_backend.scripts.link import EXIT, FRAME, LINK_SOCKET, PARAMETER, STDERR, TOKEN_BYTES, Header
+from nereid_backend.spec import VARIABLE, ModelSpec
+
+BACKEND, CANCELED, OTHER = "BACKEND", "CANCELED", "OTHER"
+
+_CONNECT_S = 10.0
+# From the end of the link to the answer: the tensor still has to travel, an error does not.
+_TENSOR_S, _ERROR_S = 60.0, 5.0
+_LONGEST_LINE = 1024 * 1024
+_DISCONNECTED = "the model's process has died; try later"
+_THEIR_FAULT = ("INTERNAL", "FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+
+
+@dataclass(slots=True)
+class Counts:
+    """How the calls of one model ended; durations are of successes only."""
+
+    success: int = 0
+    rows: int = 0
+    duration_us: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class ScriptCalls:
+    """``start`` before the first call, ``stop`` at the end."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._waiting: dict[bytes, asyncio.Future[_Peer]] = {}
+        self._server: asyncio.Server | None = None
+        self.counts: dict[str, Counts] = {}
+
+    async def start(self, run_directory: str) -> None:
+        """Listen in ``run_directory``, a short name of it: a socket's path may have 107 characters."""
+        self._server = await asyncio.start_unix_server(self._accept, f"{run_directory}/{LINK_SOCKET}")
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def infer(self, request: Any, spec: ModelSpec, context: Any) -> Any:
+        """The answer to a ModelInferRequest. Raises NereidError subclasses and grpc.aio.AioRpcError."""
+        request.parameters.pop(PARAMETER, None)
+        if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
+            raise InvalidArgument(
+                f"model {spec.name!r}: {len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs"
+            )
+        with self._counted(spec, request.inputs[0].shape if request.inputs else ()):
+            return await self._inference.run(request, context)
+
+    async def checkpoint(self, spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, context: Any) -> None:
+        """Answer a Checkpoint call: lines as they come, the tensor, the exit code.
+
+        ``data`` may have any length: a program gets the bytes as they are.
+        """
+        with self._counted(spec, shape) as ended:
+            token = secrets.token_hex(TOKEN_BYTES // 2)
+            connected: asyncio.Future[_Peer] = asyncio.get_running_loop().create_future()
+            self._waiting[token.encode()] = connected
+            request, header = _request(spec, shape, data, token)
+            answer = asyncio.ensure_future(self._inference.run(request, context))
+            try:
+                await asyncio.wait((answer, connected), return_when=asyncio.FIRST_COMPLETED)
+                code = None
+                if connected.done():
+                    peer = connected.result()
+                    peer.writer.write(header.to_line())
+                    if header.input_bytes is not None:
+                        peer.writer.write(data)
+                        with contextlib.suppress(ConnectionError):
+                            await peer.writer.drain()
+                    code = await self._forward(peer, context)
+                if code:
+                    ended.append(BACKEND)
+                    await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=max(code, -1)))
+                    return
+                await self._finish(await _answered(answer, code, connected.done()), context)
+            finally:
+                self._waiting.pop(token.encode(), None)
+                if connected.done() and not connected.cancelled():
+                    connected.result().writer.close()
+                answer.cancel()
+                await asyncio.gather(answer, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected = None
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            async with asyncio.timeout(_CONNECT_S):
+                connected = self._waiting.pop(await reader.readexactly(TOKEN_BYTES), None)
+        if connected is None or connected.done():
+            writer.close()
+            return
+        connected.set_result(_Peer(reader, writer))
+
+    async def _forward(self, peer: _Peer, context: Any) -> int | None:
+        """Send the child's lines to the client; its exit code, None when it did not come to its end.
+
+        A client that does not read stops us, then the socket, then the child: nothing piles up.
+        """
+        streams = {STDERR: _Lines("stderr: ")}
+        code = None
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            async for kind, data in _frames(peer.reader):
+                if kind == EXIT:
+                    code = int(data)
+                    break
+                for line in streams.setdefault(kind, _Lines("")).split(data):
+                    await context.write(inference_pb2.CheckpointResponse(chunk=line))
+        for stream in streams.values():
+            for line in stream.rest():
+                await context.write(inference_pb2.CheckpointResponse(chunk=line))
+        return code
+
+    async def _finish(self, response: Any, context: Any) -> None:
+        for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True):
+            if tensor.datatype != "FP32":
+                raise OutputRefused(
+                    f"the output is {tensor.datatype} and Checkpoint carries FP32 only; call ModelInfer (KServe v2)"
+                )
+            for chunk in output_chunks(tensor.name, tensor.shape, data):
+                await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
+        await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
+
+    @contextlib.contextmanager
+    def _counted(self, spec: ModelSpec, shape: Sequence[int]) -> Iterator[list[str]]:
+        """Counts the call inside; a reason put into the list makes it a failure that raises nothing."""
+        counts = self.counts.setdefault(spec.name, Counts())
+        begun = time.monotonic_ns()
+        ended: list[str] = []
+        try:
+            yield ended
+        except BaseException as error:
+            ended.append(_reason(error))
+            raise
+        finally:
+            for reason in filter(None, ended):
+                counts.failures[reason] = counts.failures.get(reason, 0) + 1
+            if not ended:
+                counts.success += 1
+                counts.rows += shape[0] if spec.max_batch_size and shape else 1
+                counts.duration_us += (time.monotonic_ns() - begun) // 1000
+
+
+def _request(spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, token: str) -> tuple[Any, Header]:
+    """The ModelInferRequest and what goes beside it.
+
+    Bytes that are as many as the contract says travel as the tensor they are. Triton would refuse any others: those go
+    over the link, and the tensor is the smallest the contract allows.
+    """
+    request = service_pb2.ModelInferRequest(model_name=spec.name)
+    request.parameters[PARAMETER].string_param = token
+    if not spec.inputs:
+        return request, Header((), None)
+    tensor = spec.inputs[0]
+    fits = len(data) == math.prod(shape) * tensor.element.size_bytes
+    placeholder = [1 if size == VARIABLE else size for size in tensor.at_batch(1)]
+    sent = list(shape) if fits else placeholder
+    request.inputs.add(name=tensor.name, datatype=tensor.element.kserve, shape=sent)
+    request.raw_input_contents.append(bytes(data) if fits else bytes(math.prod(sent) * tensor.element.size_bytes))
+    return request, Header(tuple(shape), None if fits else len(data))
+
+
+async def _answered(answer: asyncio.Future[Any], code: int | None, was_linked: bool) -> Any:
+    """The answer of a call whose link has ended. Raises TritonUnavailable when its process died without one."""
+    if was_linked:
+        await asyncio.wait((answer,), timeout=_ERROR_S if code is None else _TENSOR_S)
+        if not answer.done():
+            raise TritonUnavailable(_DISCONNECTED)
+    return await answer
+
+
+async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bytes]]:
+    """The frames of a link; raises IncompleteReadError at its end."""
+    while True:
+        kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+        yield kind, await reader.readexactly(length)
+
+
+class _Lines:
+    """Cuts one stream into lines; one over 1 MiB comes in pieces."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._rest = prefix, b""
+
+    def split(self, data: bytes) -> Iterator[str]:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            yield self._text(line.removesuffix(b"\r"))
+        while len(self._rest) > _LONGEST_LINE:
+            yield self._text(self._rest[:_LONGEST_LINE])
+            self._rest = self._rest[_LONGEST_LINE:]
+
+    def rest(self) -> Iterator[str]:
+        if self._rest:
+            yield self._text(self._rest)
+
+    def _text(self, line: bytes) -> str:
+        return self._prefix + line.decode(errors="replace")
+
+
+def _reason(error: BaseException) -> str:
+    """Which of Triton's reasons of failure it is; none when Envoy has refused the call, which is counted there."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        name = canonical(error.code().name, error.details() or "")[0]
+        if name == "RESOURCE_EXHAUSTED":
+            return ""
+    elif isinstance(error, asyncio.CancelledError):
+        name = "CANCELLED"
+    else:
+        name = getattr(error, "code", "INTERNAL")
+    if name == "CANCELLED":
+        return CANCELED
+    return BACKEND if name in _THEIR_FAULT else OTHER
+
+
+def with_script_counts(text: str, counts: Mapping[str, Counts]) -> str:
+    """Triton's metrics ``text`` in Prometheus' format with the series of script models replaced by what was counted."""
+    lines = []
+    for line in text.split("\n"):
+        name, brace, rest = line.partition("{")
+        model = _label(rest, "model")
+        if brace and model in counts and (value := _counted_value(name, rest, counts[model])) is not None:
+            line = f"{line.rpartition(' ')[0]} {value}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _counted_value(name: str, labels: str, counts: Counts) -> int | None:
+    if name == "nv_inference_request_failure":
+        return counts.failures.get(_label(labels, "reason"), 0)
+    return {
+        "nv_inference_request_success": counts.success,
+        "nv_inference_exec_count": counts.success,
+        "nv_inference_count": counts.rows,
+        "nv_inference_request_duration_us": counts.duration_us,
+        "nv_inference_compute_infer_duration_us": counts.duration_us,
+    }.get(name)
+
+
+def _label(labels: str, name: str) -> str:
+    return labels.partition(f'{name}="')[2].partition('"')[0]
