@@ -23,6 +23,7 @@ LOG_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 # How soon a cancelled call is noticed; each look is a round trip to the server process.
 _POLL_S = 0.1
+_PAUSE_S = 0.003
 # Output that is still in the pipes when the child has ended, or that something outside its group holds open.
 _DRAIN_S = 1.0
 _WORKER = Path(__file__).with_name("worker.py")
@@ -151,6 +152,7 @@ class _Pump:
         self._stderr = bytearray()
         self._pid: int | None = None
         self._code: int | None = None
+        self._read_at = self._next_read_at = 0.0
 
     def run(self, is_cancelled: Callable[[], bool], deadline: float, time_limit_s: float) -> Ended:
         asked = time.monotonic()
@@ -184,8 +186,10 @@ class _Pump:
     def _wait(self) -> bool:
         """Wait a moment for anything to happen and handle it; whether output came."""
         poll = select.poll()
+        # A child that writes without a pause fills its pipe for a moment: one read then takes many lines.
+        pause_s = 0.0 if self._code is not None else self._next_read_at - time.monotonic()
         # A client that reads slowly slows the child, as a pipe would: nothing is lost and nothing piles up.
-        if not self._is_blocked():
+        if not self._is_blocked() and pause_s <= 0:
             for descriptor in self._outputs:
                 poll.register(descriptor, select.POLLIN)
         if self._code is None:
@@ -193,7 +197,7 @@ class _Pump:
         if self._link is not None:
             poll.register(self._link.fileno(), select.POLLOUT if self._link.is_pending else 0)
         progressed = False
-        for descriptor, events in poll.poll(_POLL_S * 1000):
+        for descriptor, events in poll.poll(1000 * (pause_s if pause_s > 0 else _POLL_S)):
             if descriptor in self._outputs:
                 progressed = True
                 self._read(descriptor)
@@ -207,6 +211,10 @@ class _Pump:
 
     def _read(self, descriptor: int) -> None:
         data = os.read(descriptor, _READ_BYTES)
+        now = time.monotonic()
+        if now - self._read_at < _PAUSE_S:
+            self._next_read_at = now + _PAUSE_S
+        self._read_at = now
         if not data:
             os.close(descriptor)
             del self._outputs[descriptor]

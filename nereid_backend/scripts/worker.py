@@ -13,6 +13,8 @@ every such child: this file uses nothing else, and nothing of this project.
 
 from __future__ import annotations
 
+import array
+import atexit
 import contextlib
 import gc
 import importlib
@@ -24,6 +26,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 import warnings
@@ -32,7 +35,7 @@ from importlib.machinery import SourceFileLoader
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Container
-    from typing import TextIO
+    from typing import NoReturn, TextIO
 
     Call = tuple[dict[str, str], list[int]]
     """The additions to the environment, and the descriptors: stdin, stdout, stderr, control."""
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 _KILL_AFTER_S = 0.5
 _LARGEST_MESSAGE = 1024 * 1024
 _DESCRIPTORS = 4
+_INT = array.array("i")
 # Their threads (OpenBLAS) are made again after a fork by handlers of their own.
 _FORK_SAFE = ("numpy", "scipy")
 
@@ -88,12 +92,14 @@ class Children:
 
     def _receive(self) -> Call | None:
         try:
-            message, descriptors, _, _ = socket.recv_fds(
-                self._requests, _LARGEST_MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            # Not recv_fds, which ignores the flag: every child would inherit the descriptors of its siblings.
+            message, ancillary, _, _ = self._requests.recvmsg(
+                _LARGEST_MESSAGE, socket.CMSG_SPACE(_DESCRIPTORS * _INT.itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionError:
             return None
-        return (json.loads(message), descriptors) if message else None
+        descriptors = array.array("i", b"".join(data for _, _, data in ancillary))
+        return (json.loads(message), descriptors.tolist()) if message else None
 
     def _start(self, environment: dict[str, str], descriptors: list[int], fork: bool) -> bool:
         """Start a child; true in the child itself, when it is a fork."""
@@ -229,7 +235,6 @@ def _become(environment: dict[str, str], descriptors: list[int], path: str) -> P
     sys.argv = [path]
     sys.path.insert(0, os.path.dirname(file))
     sys.modules["__main__"] = module
-    sys.excepthook = _without_own_frames
     with open(file, "rb") as source:
         return compile(source.read(), file, "exec", dont_inherit=True), module.__dict__
 
@@ -240,14 +245,52 @@ def _unbuffered(number: int, like: TextIO) -> TextIO:
     return io.TextIOWrapper(raw, encoding=like.encoding, errors=like.errors, write_through=True)
 
 
-def _without_own_frames(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+def _run(code: types.CodeType, names: dict[str, object]) -> int:
+    """Run the program; its exit code, with what it did not catch told on stderr. -2: interrupted."""
+    try:
+        exec(code, names)  # noqa: S102 - the user's program is what this process is for
+    except SystemExit as error:
+        return _exit_code(error.code)
+    except BaseException as error:  # noqa: BLE001 - the edge of a user's program
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
-def _main() -> Program | None:
-    """In a forked child: what it shall run. Otherwise None, at the end."""
+def _exit_code(given: object) -> int:
+    if given is None:
+        return 0
+    if isinstance(given, int):
+        return given & 0xFF if -(2**63) <= given < 2**63 else 0xFF
+    sys.stderr.write(f"{given}\n")
+    return 1
+
+
+def _finish(code: int, names: dict[str, object], borrowed: set[str]) -> NoReturn:
+    """End as an interpreter does, but leave alone what was preloaded: to tear that down takes ten times the fork."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    own = [vars(module) for name, module in sys.modules.items() if name not in borrowed]
+    for namespace in (names, *own):
+        # An open file is flushed when it goes; what goes together is left to the collector.
+        for name in list(namespace):
+            if name != "__builtins__":
+                namespace[name] = None
+    gc.collect()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        code = 120  # as CPython does
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
+def _main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     requests.set_inheritable(True)
     options = json.loads(sys.argv[2])
@@ -270,13 +313,15 @@ def _main() -> Program | None:
     if call is None:
         children.end()
         shutil.rmtree(options["outputs"], ignore_errors=True)
-        return None
-    gc.unfreeze()
-    return _become(*call, options["command"][-1])
+        return
+    borrowed = set(sys.modules)
+    try:
+        code, names = _become(*call, options["command"][-1])
+    except BaseException as error:  # noqa: BLE001 - not even a program: say so as an interpreter would
+        sys.excepthook(type(error), error, None)
+        os._exit(1)
+    _finish(_run(code, names), names, borrowed)
 
 
 if __name__ == "__main__":
-    _program = _main()
-    if _program is not None:
-        # From here, so that its exceptions, exits and interrupts end this interpreter as they would end its own.
-        exec(*_program)  # noqa: S102 - the user's program is what this process is for
+    _main()
