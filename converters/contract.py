@@ -88,10 +88,10 @@ def _contract(raw: Mapping[str, Any]) -> Contract:
     size = raw.get("max_batch_size", 0)
     if not 0 <= size <= _MAX_INT32:  # an int32 in Triton's configuration
         raise ContractError(f"max_batch_size must be >= 0 and <= {_MAX_INT32}, got {size}")
-    limit = raw.get("time_limit_s")
-    if limit is not None and not 1 <= limit <= _MAX_INT32:
-        raise ContractError(f"time_limit_s must be >= 1 and <= {_MAX_INT32}, got {limit}")
-    script: dict[str, Any] = {"warm": raw.get("warm", False), "time_limit_s": limit}
+    limit = raw.get("time_limit_s", 0)
+    if not 0 <= limit <= _MAX_INT32:
+        raise ContractError(f"time_limit_s must be >= 1 and <= {_MAX_INT32}, got {limit}; leave it out for a day")
+    script: dict[str, Any] = {"warm": raw.get("warm", False), "time_limit_s": limit or None}
     if raw.get("input") or raw.get("output"):
         for key in ("input_shape", "output_shape", "data_type"):
             if key in raw:

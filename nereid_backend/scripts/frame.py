@@ -44,10 +44,11 @@ def read(path: Path) -> Frame:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         raise OutputRefused("it ended with code 0 and left no readable tensor at NEREID_OUTPUT_PATH") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OutputRefused("it left something else than a file at NEREID_OUTPUT_PATH")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OutputRefused("it left something else than a file at NEREID_OUTPUT_PATH")
         if status.st_size > _LARGEST_BYTES:
             raise OutputError(f"its output has {status.st_size} bytes, the most an answer carries is {_LARGEST_BYTES}")
         return parse(file.read())
