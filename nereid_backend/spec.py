@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,6 +82,9 @@ class ModelSpec:
 
     ``max_batch_size`` is Triton's: 0 means requests carry their full shape and are never coalesced.
     ``coalesce`` says whether rows of different requests may share one run.
+    ``instances`` is the number of processes that serve it, each with one request or batch at a time.
+    ``calls`` is None except for a meta model: the contracts of its callees, which are specifications without programs
+    and weights.
     ``batch_may_be_omitted`` is the nereid folder rule: an output of a one-row run may lack the batch axis.
     """
 
@@ -97,6 +100,13 @@ class ModelSpec:
     batch_may_be_omitted: bool = False
     device: str = "cpu"
     threads: int | None = None
+    instances: int = 1
+    calls: tuple[ModelSpec, ...] | None = None
+
+    @property
+    def contract(self) -> ModelSpec:
+        """What a caller needs to know."""
+        return replace(self, programs=(), weights=None)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -132,19 +142,7 @@ class ModelSpec:
                 "convert the bundle again with the installed version"
             )
         try:
-            weights = raw.get("weights")
-            return _strict(
-                cls,
-                {
-                    **raw,
-                    "inputs": tuple(_tensor(t) for t in raw["inputs"]),
-                    "outputs": tuple(_tensor(t) for t in raw["outputs"]),
-                    "programs": tuple(_strict(Program, p) for p in raw["programs"]),
-                    "weights": None
-                    if weights is None
-                    else _strict(Weights, {**weights, "argument_order": tuple(weights["argument_order"])}),
-                },
-            )
+            return _model(raw)
         except SpecError:
             raise
         except (KeyError, TypeError, AttributeError, BundleError) as error:
@@ -159,6 +157,23 @@ class ModelSpec:
             raise SpecError(f"cannot read {SPEC_FILE} ({error.strerror}); convert the bundle again") from None
         except UnicodeDecodeError:
             raise SpecError(f"{SPEC_FILE} is not UTF-8 text; convert the bundle again") from None
+
+
+def _model(raw: Mapping[str, Any]) -> ModelSpec:
+    weights, calls = raw.get("weights"), raw.get("calls")
+    if weights is not None:
+        weights = _strict(Weights, {**weights, "argument_order": tuple(weights["argument_order"])})
+    return _strict(
+        ModelSpec,
+        {
+            **raw,
+            "inputs": tuple(_tensor(t) for t in raw["inputs"]),
+            "outputs": tuple(_tensor(t) for t in raw["outputs"]),
+            "programs": tuple(_strict(Program, p) for p in raw["programs"]),
+            "weights": weights,
+            "calls": None if calls is None else tuple(_model(callee) for callee in calls),
+        },
+    )
 
 
 def _tensor(raw: Mapping[str, Any]) -> TensorSpec:
