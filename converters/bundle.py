@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from converters import manifest as manifests
 from converters import meta, rows
@@ -28,10 +30,10 @@ JULIA_HOOKS, PYTHON_HOOKS = "model.jl", USER_CODE
 PLATFORM = "stablehlo"
 
 
-def read(directory: Path, name: str, device: str, callees: Path | None = None) -> Prepared:
+def read(directory: Path, name: str, device: str, callees: Mapping[str, ModelSpec] = MappingProxyType({})) -> Prepared:
     """Read and check a bundle. Raises a BundleError subclass, or EngineMissing without jax.
 
-    ``callees`` is the repository that holds the models a meta model calls.
+    ``callees`` holds, by name, the models that a meta model may call.
     """
     hooks = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
     manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(hooks))

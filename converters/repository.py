@@ -32,9 +32,14 @@ _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
+def is_name(name: str) -> bool:
+    """Whether a model may be called ``name``."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> None:
     """Raise BundleError unless a model may be called ``name``."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise BundleError(
             f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name"
         )
