@@ -86,6 +86,7 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "batch_sizes": model.options.batch_sizes,
             }
         )
         return ModelSpec.from_json(answer["spec"])
@@ -171,6 +172,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        batch_sizes=request["batch_sizes"],
         link=True,
     )
     check_device(prepared.spec)
