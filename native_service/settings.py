@@ -126,6 +126,7 @@ class ModelSettings(_Section):
     """Calls running and waiting together; one more is refused at once."""
     backend: NonBlank | None = None
     signature: NonBlank = DEFAULT_SIGNATURE
+    """Upstream's key for TensorFlow models; another value is refused when the model is converted."""
     options: ModelOptions = ModelOptions()
 
 
