@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from converters import bundle, folder, graph, meta, repository
+from converters import bundle, discover, folder, graph, meta, repository
+from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
 from nereid_backend.engines import engine_class, parse_device
@@ -28,6 +29,7 @@ def prepare(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    batch_sizes: BatchSizes = "all",
     callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses.
@@ -43,12 +45,15 @@ def prepare(
     bare = source.is_file() and source.suffix == ".onnx"
     if max_batch_size is not None and not bare:
         raise BundleError("--max-batch-size applies to a bare .onnx file; a bundle or folder declares its own")
+    is_bundle = (source / MANIFEST_FILE).exists() and backend is None
+    if batch_sizes != "all" and not is_bundle:
+        raise BundleError("batch sizes can be chosen for bundles only; this model is none")
     if bare:
         return graph.read(source, name, device, max_batch_size)
     if source.is_file():
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or an .onnx file")
-    if (source / MANIFEST_FILE).exists() and backend is None:
-        return bundle.read(source, name, device, callees)
+    if is_bundle:
+        return bundle.read(source, name, device, batch_sizes, callees)
     return folder.read(source, name, device, backend)
 
 
@@ -67,6 +72,7 @@ def convert(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    batch_sizes: BatchSizes = "all",
     callees: Mapping[str, ModelSpec] | None = None,
     link: bool = False,
     force: bool = False,
@@ -76,9 +82,15 @@ def convert(
     The callees of a meta model are those in ``target`` unless ``callees`` gives them.
     """
     if callees is None:
-        callees = meta.callees_in(target, meta.calls_of(source) or ())
+        callees = meta.callees_in(target, discover.calls_of(source) or ())
     prepared = prepare(
-        source, name=name, device=device, backend=backend, max_batch_size=max_batch_size, callees=callees
+        source,
+        name=name,
+        device=device,
+        backend=backend,
+        max_batch_size=max_batch_size,
+        batch_sizes=batch_sizes,
+        callees=callees,
     )
     repository.write(prepared, target, link=link, force=force)
     return prepared

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class ManifestTensor:
     @property
     def variable_letters(self) -> tuple[str, ...]:
         return tuple(letter for letter in self.letters if self.dims.get(letter) == VARIABLE)
+
+    def at(self, sizes: Mapping[str, int]) -> ManifestTensor:
+        """The tensor with the variable axes that ``sizes`` names set to its values."""
+        fixed = {letter: sizes[letter] for letter in self.variable_letters if letter in sizes}
+        return replace(self, dims={**self.dims, **fixed})
 
     def spec(self) -> TensorSpec:
         """The tensor in wire order."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from converters import manifest as manifests
 from converters import repository
 from converters.manifest import CONCURRENCY, MANIFEST_FILE, Manifest, ManifestTensor
 from converters.prepared import Prepared, Source
@@ -24,17 +23,6 @@ CODE_NOTE = f"its {USER_CODE} is run when the model is loaded; serve code only f
 
 _NOT_CODE = (MANIFEST_FILE, "model.jl")
 _TAKEN = (repository.MODEL_FILE, SPEC_FILE)
-
-
-def calls_of(source: Path) -> tuple[str, ...] | None:
-    """The callees that a meta model's manifest declares; None for every other model, also a broken one."""
-    if not (source / MANIFEST_FILE).is_file():
-        return None
-    try:
-        manifest = manifests.read(source / MANIFEST_FILE, has_hook=True)
-    except ManifestError:
-        return None
-    return manifest.calls if manifest.kind == "meta" else None
 
 
 def callees_in(folder: Path, names: Iterable[str]) -> dict[str, ModelSpec]:

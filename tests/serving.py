@@ -118,7 +118,7 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
 
 
 def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
-    """A ModelInfer call with bytes as given: datatype, shape and content of each input."""
+    """One ModelInfer of raw bytes; ``inputs`` are datatype, shape and content by name."""
     request = service_pb2.ModelInferRequest(model_name=model)
     for name, (datatype, shape, data) in inputs.items():
         request.inputs.add(name=name, datatype=datatype, shape=shape)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up import MANY, damaged
 
 from converters import contract as contracts
 from converters.contract import Contract, ContractTensor, parse
@@ -176,39 +177,29 @@ def test_a_file_is_named_in_the_message_without_its_folder(tmp_path: Path) -> No
     assert contracts.read(path).outputs[0].dims == (2,)
 
 
-fragments = st.sampled_from(
-    [
-        "input {",
-        "output {",
-        "}",
-        "input_shape: ",
-        "output_shape: ",
-        "dims: ",
-        "name: ",
-        "data_type: ",
-        "max_batch_size: ",
-        "[1, 2]",
-        "[",
-        "]",
-        "a",
-        '"a"',
-        "FP32",
-        "3",
-        "-1",
-        "\n",
-        " ",
-        "#",
-        ":",
-        "'",
-        "99999999999999999999",
-    ]
+WORDS = [
+    "input {", "output {", "}", "input_shape: ", "output_shape: ", "dims: ", "name: ", "data_type: ",
+    "max_batch_size: ", "[1, 2]", "[", "]", "a", '"a"', "FP32", "3", "-1", "\n", " ", "#", ":", "'", "<", ">", ";", ",",
+    "\\", "0x1p", "1e9", "99999999999999999999", "\u2028", "\0",
+]  # fmt: skip
+CONTRACTS = [
+    'max_batch_size: 4\ninput {\n  name: "a"\n  dims: [4]\n}\noutput { \n  name: s\n data_type: INT64\n dims: [2]\n}\n',
+    'max_batch_size: 4 input { name: "a" dims: 4 } output [{ name: "sum", data_type: INT64, dims: -1 dims: 2 }]',
+    "# flat\ninput_shape: [-1, 16]\noutput_shape: [ 4 ]\ndata_type: FP64\nmax_batch_size: 10\n",
+]
+
+
+@MANY
+@given(
+    st.text(max_size=30)
+    | st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
+    | st.sampled_from(CONTRACTS).flatmap(lambda text: damaged(text, WORDS))
 )
-
-
-@given(st.text(max_size=30) | st.lists(fragments, max_size=25).map("".join))
 def test_made_up_text_raises_nothing_but_contract_errors(text: str) -> None:
     try:
         got: Any = parse(text)
     except ContractError:
         return
     assert got.outputs
+    assert 0 <= got.max_batch_size < 2**31
+    assert all(d == -1 or d >= 1 for t in (*got.inputs, *got.outputs) for d in t.dims or ())
