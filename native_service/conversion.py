@@ -36,14 +36,37 @@ class Source:
     path: Path
     settings: ModelSettings
 
+    @property
+    def name(self) -> str:
+        """The public name."""
+        return self.settings.name
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A model written as a repository of its own in ``folder``, one directory for each Triton model behind it."""
+
+    spec: ModelSpec
+    folder: Path
+
+    @property
+    def triton_models(self) -> tuple[str, ...]:
+        """The public model last: it may call the hidden ones while it loads."""
+        names = {path.name for path in self.folder.iterdir()}
+        return (*sorted(names - {self.spec.name}), self.spec.name)
+
 
 class Converter:
     """The child process, started when first needed. One request at a time."""
 
-    def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """``environment`` is added to this process's own; ``timeout_s`` bounds each request."""
+    def __init__(self, environment: Mapping[str, str], timeout_s: float, *, link: bool = True) -> None:
+        """``environment`` is added to this process's own; ``timeout_s`` bounds each request.
+
+        ``link`` lets artifacts be links to the source, for sources that stay as they are while they are served.
+        """
         self._environment = {**os.environ, **environment}
         self._timeout_s = timeout_s
+        self._link = link
         self._child: processes.Child | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -55,53 +78,38 @@ class Converter:
     ) -> None:
         await self._end()
 
-    async def sources(self, settings: Settings) -> list[Source]:
-        """Every model the settings name, or every one in the folder when they name none.
-
-        Raises BundleError with one line per model that is not there.
-        """
+    async def sources(self, settings: Settings) -> tuple[list[Source], list[str]]:
+        """Every model the settings name, or every one in the folder when they name none; a line per problem."""
         folder = settings.server.folder
         if settings.models:
-            return await self._named(folder, settings)
+            return _named(folder, settings)
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
-        if not found:
-            raise BundleError(f"{folder} holds no bundle, nereid folder or .onnx file")
         models: dict[str, Source] = {}
+        problems = [] if found else [f"{folder} holds no bundle, nereid folder or .onnx file"]
         for name, path in found:
             if name in models:
-                raise BundleError(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                continue
             settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
             models[name] = Source(Path(path), settings_of_model)
-        return list(models.values())
+        return list(models.values()), problems
 
-    async def convert(self, source: Source, repository: Path) -> ModelSpec:
-        """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError."""
+    async def convert(self, source: Source, folder: Path) -> Converted:
+        """Write the model into ``folder`` and check that its engine and device are here. Raises BundleError."""
         model = source.settings
         answer = await self._ask(
             {
                 "do": "convert",
                 "path": str(source.path),
-                "repository": str(repository),
+                "repository": str(folder),
                 "name": model.name,
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "link": self._link,
             }
         )
-        return ModelSpec.from_json(answer["spec"])
-
-    async def _named(self, folder: Path, settings: Settings) -> list[Source]:
-        sources, missing = [], []
-        for model in settings.models:
-            candidates = (folder / model.name, folder / f"{model.name}.onnx")
-            path = next((candidate for candidate in candidates if candidate.exists()), None)
-            if path is None:
-                missing.append(f"model {model.name!r}: neither {candidates[0]} nor {candidates[1].name} is there")
-            else:
-                sources.append(Source(path, model))
-        if missing:
-            raise BundleError("\n".join(missing))
-        return sources
+        return Converted(ModelSpec.from_json(answer["spec"]), folder)
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         child = await self._running()
@@ -149,6 +157,18 @@ class Converter:
             child.close()
 
 
+def _named(folder: Path, settings: Settings) -> tuple[list[Source], list[str]]:
+    sources, missing = [], []
+    for model in settings.models:
+        candidates = (folder / model.name, folder / f"{model.name}.onnx")
+        path = next((candidate for candidate in candidates if candidate.exists()), None)
+        if path is None:
+            missing.append(f"model {model.name!r}: neither {candidates[0]} nor {candidates[1].name} is there")
+        else:
+            sources.append(Source(path, model))
+    return sources, missing
+
+
 async def _log(stream: asyncio.StreamReader) -> None:
     async for line in processes.lines(stream):
         _LOG.info("%s", line)
@@ -171,7 +191,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
-        link=True,
+        link=request["link"],
     )
     check_device(prepared.spec)
     return {"spec": prepared.spec.to_json()}
