@@ -23,7 +23,7 @@ from native_service.http_endpoints import HttpEndpoints
 from native_service.model_control import ModelControl
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
-from native_service.triton_process import TritonServer
+from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from nereid_backend.cache import cache_folder
 from nereid_backend.errors import SettingsError
 
@@ -124,7 +124,11 @@ async def _start(
     run = RunDirectory.open(cache_folder())
     ending.callback(run.close)
     triton = TritonServer(
-        install, run.repository, shared_memory_prefix=run.shared_memory_prefix, environment=run.environment
+        install,
+        run.repository,
+        shared_memory_prefix=run.shared_memory_prefix,
+        environment=run.environment,
+        grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
     )
     catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
     # Sources that may change while they are served must not be shared with what runs.
