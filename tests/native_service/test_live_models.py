@@ -17,27 +17,13 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
-from onnx import TensorProto, helper, save
-from serving import Served, alive, input_tensor
+from serving import Served, alive, input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton
 
 ROW = np.arange(4, dtype=np.float32)[None]
 WAIT_S = 60
-
-
-def write_adder(path: Path, amount: float = 1.0) -> None:
-    """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
-    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("input", "output")]
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["input", "amount"], ["output"])],
-        "adder",
-        tensors[:1],
-        tensors[1:],
-        [helper.make_tensor("amount", TensorProto.FLOAT, [1], [amount])],
-    )
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
 class Live:
