@@ -20,6 +20,9 @@ import tritonclient.grpc as tritonclient
 from serving import Served, alive, input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
 
+from converters import weights
+from nereid_backend.cache import cache_folder
+
 pytestmark = pytest.mark.triton
 
 ROW = np.arange(4, dtype=np.float32)[None]
@@ -223,6 +226,46 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
         write_adder(models / "adder.onnx", 3)
         serving.until(lambda: serving.amount() == 3)
         assert failures == []
+
+
+def write_doubling_bundle(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "manifest.yaml").write_text(
+        """
+        format_version: "2.1"
+        executable_inputs: [{name: x, dtype: f32, shape: cn, dims: {c: 4}}]
+        executable_outputs: [{name: y, dtype: f32, shape: cn, dims: {c: 4}}]
+        batching: {compiled_batch_sizes: [1, 2]}
+        """
+    )
+    weights.write(folder / "weights.safetensors", {}, {"argument_order": "[]", "axis_order": weights.PROGRAM_ORDER})
+    for size in (1, 2):
+        rows = f"tensor<{size}x4xf32>"
+        body = f"%y = stablehlo.add %x, %x : {rows}\n  return %y : {rows}"
+        (folder / f"model.b{size}.mlir").write_text(f"func.func @main(%x: {rows}) -> {rows} {{\n  {body}\n}}\n")
+
+
+def test_a_renamed_bundle_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="the jax extra is not installed in this interpreter")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / "triton").symlink_to(cache_folder() / "triton")  # the server itself need not be fetched again
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(cache))
+
+    def programs() -> set[str]:
+        kept = (path for path in cache.glob("*/*") if path.parent.name not in ("run", "triton"))
+        return {path.name for path in kept if not path.name.endswith("-atime")}
+
+    with live(tmp_path, watch=True) as serving:
+        assert programs() == set()
+        write_doubling_bundle(serving.models / "prod")
+        serving.until(lambda: serving.names() == ["prod"])
+        compiled = programs()
+        assert len(compiled) >= 2
+        (serving.models / "prod").rename(serving.models / "old")
+        serving.until(lambda: serving.names() == ["old"])
+        assert serving.client.infer("old", [input_tensor("x", ROW)]).as_numpy("y").tolist() == (2 * ROW).tolist()
+        assert programs() == compiled
 
 
 def test_a_model_that_is_still_being_written_is_left_alone(tmp_path: Path) -> None:
