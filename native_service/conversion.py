@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from native_service import processes
-from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
+from native_service.settings import DEFAULT_CAPACITY, DEFAULT_SIGNATURE, ModelSettings, Settings
 from nereid_backend.errors import BundleError, NereidError
 from nereid_backend.spec import ModelSpec
 
@@ -97,6 +97,11 @@ class Converter:
     async def convert(self, source: Source, folder: Path) -> Converted:
         """Write the model into ``folder`` and check that its engine and device are here. Raises BundleError."""
         model = source.settings
+        if model.signature != DEFAULT_SIGNATURE:
+            raise BundleError(
+                f"signature {model.signature!r} belongs to a TensorFlow SavedModel, which this version does not serve; "
+                "remove the key"
+            )
         answer = await self._ask(
             {
                 "do": "convert",
@@ -106,6 +111,7 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "batch_sizes": model.options.batch_sizes,
                 "link": self._link,
             }
         )
@@ -191,6 +197,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        batch_sizes=request["batch_sizes"],
         link=request["link"],
     )
     check_device(prepared.spec)

@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 import tritonclient.grpc as tritonclient
 from onnx import TensorProto, helper, save
+from tritonclient.grpc import service_pb2
 
 from native_service.proto import inference_pb2 as pb
 from nereid_backend import dtypes
@@ -128,3 +129,18 @@ def write_adder(path: Path, amount: float = 1.0) -> None:
         [helper.make_tensor("amount", TensorProto.FLOAT, [1], [amount])],
     )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
+def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
+    """One ModelInfer of raw bytes; ``inputs`` are datatype, shape and content by name."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, (datatype, shape, data) in inputs.items():
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(data)
+    with grpc.insecure_channel(address) as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelInferResponse.FromString,
+        )
+        return infer(request, **call)
