@@ -167,7 +167,9 @@ def test_only_what_the_settings_list_can_be_loaded_and_unloaded(tmp_path: Path) 
         client.unload_model("adder")
         client.unload_model("adder")
         assert (serving.names(), client.is_server_ready()) == ([], True)
-        client.load_model("adder")
+        with pytest.raises(InferenceServerException):
+            client.load_model("adder", client_timeout=0.05)
+        serving.until(lambda: serving.amount() == 1)  # though whoever asked for it has gone
         client.load_model("adder")
         assert serving.amount() == 1
 
@@ -192,7 +194,7 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
 
         def stop_the_new_one() -> None:
             while not (new := stubs(serving.served, "adder") - old):
-                time.sleep(0.002)
+                time.sleep(0.005)
             os.kill(new.pop(), signal.SIGSTOP)
 
         with ThreadPoolExecutor(1) as pool:
@@ -204,6 +206,12 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
         serving.client.load_model("adder")
         assert serving.amount() == 2
         assert failures == []
+        # At the end of the test a load hangs again: that does not keep the server from stopping.
+        write_adder(serving.models / "adder.onnx", 3)
+        old = stubs(serving.served, "adder")
+        with suppress(InferenceServerException):
+            serving.client.load_model("adder", client_timeout=0.5)
+        stop_the_new_one()
 
 
 def test_a_folder_is_followed(tmp_path: Path) -> None:
@@ -295,6 +303,20 @@ def test_with_a_list_only_listed_models_appear_and_the_list_may_change(tmp_path:
         serving.until(lambda: serving.names() == ["later", "unlisted"])
         code, _ = code_of(lambda: serving.client.load_model("adder"))
         assert code == "UNIMPLEMENTED"
+
+
+def test_one_bundle_is_followed_too(tmp_path: Path) -> None:
+    bundle = tmp_path / "alone"
+    bundle.mkdir()
+    write_adder(bundle / "model.onnx")
+    (bundle / "model_inference.textproto").write_text("input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 8\n")
+    served = Served(tmp_path, str(bundle), "--bind", "127.0.0.1:0", "--watch")
+    serving = Live(served, bundle)
+    assert serving.amount("alone") == 1
+    write_adder(bundle / "model.onnx", 2)
+    serving.until(lambda: serving.amount("alone") == 2)
+    serving.client.close()
+    assert served.end()[0] == 0
 
 
 def test_a_folder_may_be_empty_or_broken_at_the_start_of_watching(tmp_path: Path) -> None:

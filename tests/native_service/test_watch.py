@@ -151,3 +151,5 @@ def test_a_fingerprint_tells_content_and_not_hidden_files_or_the_name(folder: Pa
     assert fingerprint(folder / "renamed") != first
     (folder / "link").symlink_to("nowhere")
     assert scan(folder)["link"] == ()
+    assert scan(folder / "renamed", as_one=True) == {"renamed": fingerprint(folder / "renamed")}
+    assert scan(folder / "model", as_one=True) == {}
