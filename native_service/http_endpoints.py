@@ -29,11 +29,12 @@ class HttpEndpoints:
         refusals: Callable[[], Awaitable[Mapping[str, int]]],
         scripts: Callable[[], Mapping[str, Counts]] = dict,
     ) -> None:
-        """``is_ready`` tells whether calls would be served now; ``metrics`` is Triton's metrics ``host:port``;
-        ``refusals`` counts the calls of each model that found no permit, ``scripts`` those of script models."""
+        """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
+        Triton's metrics ``host:port``; ``refusals`` counts the calls of each model that found no permit, ``scripts``
+        those of script models."""
         self._scripts = scripts
         self._bind = bind
-        self._models = frozenset(models)
+        self._models = models
         self._is_ready = is_ready
         self._metrics_url = f"http://{metrics}/metrics"
         self._refusals = refusals

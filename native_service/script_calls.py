@@ -24,7 +24,7 @@ from native_service.checkpoint import output_chunks
 from native_service.grpc_edge import Inference
 from native_service.proto import inference_pb2
 from native_service.triton_errors import canonical
-from nereid_backend.errors import InvalidArgument, OutputRefused, TritonUnavailable
+from nereid_backend.errors import CODE_IN_TEXT, InvalidArgument, OutputRefused, TritonUnavailable
 from nereid_backend.scripts.link import EXIT, FRAME, LINK_SOCKET, PARAMETER, STDERR, TOKEN_BYTES, Header
 from nereid_backend.spec import VARIABLE, ModelSpec
 
@@ -78,6 +78,7 @@ class ScriptCalls:
             raise InvalidArgument(
                 f"model {spec.name!r}: {len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs"
             )
+        request.parameters[CODE_IN_TEXT].bool_param = True
         with self._counted(spec, request.inputs[0].shape if request.inputs else ()):
             return await self._inference.run(request, context)
 
@@ -182,6 +183,7 @@ def _request(spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, tok
     """
     request = service_pb2.ModelInferRequest(model_name=spec.name)
     request.parameters[PARAMETER].string_param = token
+    request.parameters[CODE_IN_TEXT].bool_param = True
     if not spec.inputs:
         return request, Header((), None)
     tensor = spec.inputs[0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+import grpc
+
+from nereid_backend.errors import split_code
+
 _LONGEST = 500
 # load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
 _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
 _DEAD_STUB = re.compile(r"Stub process '[^']*' is not healthy")
 _TRACEBACK = re.compile(r"\n\s*\nAt:\n.*|\nTraceback \(most recent call last\):.*?(?=\n\S)", re.DOTALL)
-# Codes Triton has no name for: a script's runtime puts them before the text.
-_FOREIGN = re.compile(r"(FAILED_PRECONDITION|DEADLINE_EXCEEDED): (.*)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+){2,}/([\w.+@-]+)")
 
 
@@ -25,9 +27,9 @@ def load_failure(text: str) -> str:
 
 
 def canonical(code: str, text: str) -> tuple[str, str]:
-    """The name of the code and the text that an error of a model is meant to have."""
-    match = _FOREIGN.match(text)
-    return (match[1], match[2]) if match and code == "INTERNAL" else (code, text)
+    """The name of the code and the text that an error of a model is meant to have; Triton lacks some codes."""
+    told = split_code(text)
+    return told if told and told[0] in grpc.StatusCode.__members__ else (code, text)
 
 
 def without_paths(text: str) -> str:

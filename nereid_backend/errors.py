@@ -8,6 +8,7 @@ was expected, what was found and what to do, and never a server path or a traceb
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Any, ClassVar
 
@@ -16,6 +17,18 @@ def short_repr(value: Any) -> str:
     """``repr`` for a message, at most 60 characters: YAML aliases can make a small file print gigabytes."""
     text = reprlib.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Whoever gets a model's error as a text only, or with Triton's codes only, asks with this request parameter for the
+# code before the text.
+CODE_IN_TEXT = "nereid_code_in_text"
+_CODED = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
+
+
+def split_code(text: str) -> tuple[str, str] | None:
+    """The code and the text of an error that was asked for with ``CODE_IN_TEXT``; None for any other."""
+    match = _CODED.match(text)
+    return (match[1], match[2]) if match else None
 
 
 class NereidError(Exception):
@@ -51,6 +64,12 @@ class DeadlineExceeded(NereidError):
     code = "DEADLINE_EXCEEDED"
 
 
+class Cancelled(NereidError):
+    """The client no longer waits: it cancelled, or its deadline has passed."""
+
+    code = "CANCELLED"
+
+
 # What a bundle or a folder on disk is.
 
 
@@ -74,6 +93,10 @@ class SignatureError(BundleError):
 
 class WeightsError(BundleError):
     """A safetensors file is damaged or does not fit the bundle."""
+
+
+class UserCodeError(BundleError):
+    """The Python file of a bundle cannot be loaded or does not say what it runs."""
 
 
 class SpecError(BundleError):
@@ -126,6 +149,16 @@ class ModelLoadError(NereidError):
 # What went wrong while computing.
 
 
+class ModelUnavailable(NereidError):
+    """A model that should answer is not there at the moment."""
+
+    code = "UNAVAILABLE"
+
+
+class CallError(NereidError):
+    """The code of a meta model calls what it may not, or when it may not."""
+
+
 class EngineError(NereidError):
     """The executable failed on valid input."""
 
@@ -138,12 +171,6 @@ class OutputRefused(NereidError):
     """A program left no tensor, or one that the call it was made for cannot carry."""
 
     code = "FAILED_PRECONDITION"
-
-
-class Cancelled(NereidError):
-    """The caller is gone."""
-
-    code = "CANCELLED"
 
 
 class TimeLimitExceeded(NereidError):

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from nereid_backend.errors import Cancelled, EngineError, InvalidArgument, NereidError, OutputError
+from nereid_backend.errors import CODE_IN_TEXT, Cancelled, EngineError, InvalidArgument, NereidError, OutputError
 from nereid_backend.model import failure, open_streams
 from nereid_backend.scripts import MAIN_FILE, PROGRAM_FILE, PYTHON, SCRIPT_FOLDER, child, environment, frame
 from nereid_backend.scripts.link import PARAMETER, Link
@@ -35,8 +35,6 @@ _FLOAT = "float32"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where nereid-server's C++ models leave their outputs, too
 # gRPC clients refuse status texts from 8 KiB on, counted after percent-encoding.
 _LONGEST_TOLD = 6000
-# Triton has no name for these; the service takes them from the text again.
-_FOREIGN_CODES = ("FAILED_PRECONDITION", "DEADLINE_EXCEEDED")
 
 
 @dataclass(slots=True)
@@ -48,6 +46,7 @@ class _Call:
     shape: tuple[int, ...]
     stdin: int | None
     token: str | None
+    code_in_text: bool
 
 
 class TritonPythonModel:
@@ -89,7 +88,8 @@ class TritonPythonModel:
             try:
                 call = self._begin(request, sender)
             except Exception as error:  # noqa: BLE001 - an unreadable request must not fail its neighbours
-                sender.send(self._report(request.request_id(), error), flags=_FINAL)
+                asked = CODE_IN_TEXT in request.parameters()
+                sender.send(self._report(request.request_id(), error, code_in_text=asked), flags=_FINAL)
                 continue
             self._pool.submit(self._answer, call)
         return [None] * len(requests)
@@ -102,7 +102,8 @@ class TritonPythonModel:
 
     def _begin(self, request: Any, sender: Any) -> _Call:
         """What a call needs of its request, which is not ours any more when ``execute`` has returned."""
-        token = json.loads(request.parameters() or "{}").get(PARAMETER)
+        parameters = json.loads(request.parameters() or "{}")
+        token = parameters.get(PARAMETER)
         if token is not None and not isinstance(token, str):
             raise InvalidArgument(f"the parameter {PARAMETER!r} is not for clients; leave it out")
         shape: tuple[int, ...] = ()
@@ -112,14 +113,14 @@ class TritonPythonModel:
             shape = array.shape
             stdin = os.memfd_create("input", os.MFD_CLOEXEC)
             _write(stdin, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return _Call(sender, request.request_id(), shape, stdin, token)
+        return _Call(sender, request.request_id(), shape, stdin, token, CODE_IN_TEXT in parameters)
 
     def _answer(self, call: _Call) -> None:
         """Run a call to its end and answer it, once, whatever happens."""
         try:
             response = pb_utils.InferenceResponse([self._run(call)])
         except Exception as error:  # noqa: BLE001 - the process edge: whatever a program does ends here
-            response = self._report(call.request_id, error)
+            response = self._report(call.request_id, error, code_in_text=call.code_in_text)
         finally:
             if call.stdin is not None:
                 os.close(call.stdin)
@@ -187,7 +188,7 @@ class TritonPythonModel:
         tensor = TensorSpec(declared.name, written.element.token, written.shape)
         return self._access.writer(tensor)(written.array)
 
-    def _report(self, request_id: str, error: Exception) -> Any:
+    def _report(self, request_id: str, error: Exception, *, code_in_text: bool) -> Any:
         """The error response of one call; the log gets the whole story, the client a short text."""
         name = self._spec.name
         if isinstance(error, InvalidArgument | Cancelled):
@@ -199,7 +200,7 @@ class TritonPythonModel:
             pb_utils.Logger.log_error(f"model {name!r} request {request_id or '-'} failed\n{trace}")
             error = EngineError(f"{type(error).__name__}; the server's log has the details")
         text = _shortened(f"model {name!r}: {error}")
-        return failure(f"{error.code}: {text}" if error.code in _FOREIGN_CODES else text, error.code)
+        return failure(f"[{error.code}] {text}" if code_in_text else text, error.code)
 
 
 def _write(file: int, data: memoryview) -> None:

@@ -23,6 +23,7 @@ def model_name(path):
     return path.name
 
 def convert(source, target, *, name, **_):
+    (target / name).mkdir()
     if name.startswith("wrong"):
         raise ManifestError("manifest.yaml: outputs are missing")
     if name.startswith("slow"):
@@ -46,7 +47,9 @@ class Nereid:
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "convert.py").write_text(CONVERT)
-        (package / "discover.py").write_text("def find(path):\n    return sorted(path.iterdir())\n")
+        (package / "discover.py").write_text(
+            "def find(path):\n    return sorted(path.iterdir())\n\ndef calls_of(path):\n    return None\n"
+        )
         self._environment = {
             **os.environ,
             "NEREID_CACHE_DIR": str(self.cache),
