@@ -25,7 +25,7 @@ from native_service.grpc_edge import Inference
 from native_service.proto import inference_pb2
 from native_service.triton_errors import canonical
 from nereid_backend.errors import CODE_IN_TEXT, InvalidArgument, OutputRefused, TritonUnavailable
-from nereid_backend.scripts.link import EXIT, FRAME, LINK_SOCKET, PARAMETER, STDERR, TOKEN_BYTES, Header
+from nereid_backend.scripts.link import EXIT, FRAME, LINK_SOCKET, PARAMETER, STDERR, STDOUT, TOKEN_BYTES, Header
 from nereid_backend.spec import VARIABLE, ModelSpec
 
 BACKEND, CANCELED, OTHER = "BACKEND", "CANCELED", "OTHER"
@@ -54,6 +54,44 @@ class _Peer:
     writer: asyncio.StreamWriter
 
 
+class _LinkedCall:
+    """A call in progress, with the link its model's process has opened; without one it has been answered already."""
+
+    def __init__(self, answer: asyncio.Future[Any], peer: _Peer | None) -> None:
+        self._answer, self._peer = answer, peer
+        self.exit_code: int | None = None
+
+    async def frames(self, header: Header, data: bytes | bytearray) -> AsyncIterator[tuple[bytes, bytes]]:
+        """Send ``header`` and the input; then what the child writes, until its end, which sets ``exit_code``.
+
+        Who does not take the next frame stops us, then the socket, then the child: nothing piles up.
+        """
+        if self._peer is None:
+            return
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            self._peer.writer.write(header.to_line())
+            self._peer.writer.write(data)
+            await self._peer.writer.drain()
+            while True:
+                kind, length = FRAME.unpack(await self._peer.reader.readexactly(FRAME.size))
+                content = await self._peer.reader.readexactly(length)
+                if kind == EXIT:
+                    self.exit_code = int(content)
+                    return
+                yield kind, content
+
+    async def answer(self) -> Any:
+        """The ModelInferResponse. Raises TritonUnavailable when the model's process has died without one.
+
+        Triton never answers such a call (2.51), which would hold its permit for ever.
+        """
+        if self._peer is not None:
+            await asyncio.wait((self._answer,), timeout=_ERROR_S if self.exit_code is None else _TENSOR_S)
+            if not self._answer.done():
+                raise TritonUnavailable(_DISCONNECTED)
+        return await self._answer
+
+
 class ScriptCalls:
     """``start`` before the first call, ``stop`` at the end."""
 
@@ -73,87 +111,66 @@ class ScriptCalls:
 
     async def infer(self, request: Any, spec: ModelSpec, context: Any) -> Any:
         """The answer to a ModelInferRequest. Raises NereidError subclasses and grpc.aio.AioRpcError."""
-        request.parameters.pop(PARAMETER, None)
         if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
             raise InvalidArgument(
                 f"model {spec.name!r}: {len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs"
             )
-        request.parameters[CODE_IN_TEXT].bool_param = True
         with self._counted(spec, request.inputs[0].shape if request.inputs else ()):
-            return await self._inference.run(request, context)
+            async with self._linked(request, context) as call:
+                async for _ in call.frames(Header((), None, live=False), b""):
+                    pass
+                return await call.answer()
 
     async def checkpoint(self, spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, context: Any) -> None:
         """Answer a Checkpoint call: lines as they come, the tensor, the exit code.
 
         ``data`` may have any length: a program gets the bytes as they are.
         """
+        request, header = _request(spec, shape, data)
         with self._counted(spec, shape) as ended:
-            token = secrets.token_hex(TOKEN_BYTES // 2)
-            connected: asyncio.Future[_Peer] = asyncio.get_running_loop().create_future()
-            self._waiting[token.encode()] = connected
-            request, header = _request(spec, shape, data, token)
-            answer = asyncio.ensure_future(self._inference.run(request, context))
-            try:
-                await asyncio.wait((answer, connected), return_when=asyncio.FIRST_COMPLETED)
-                code = None
-                if connected.done():
-                    peer = connected.result()
-                    peer.writer.write(header.to_line())
-                    if header.input_bytes is not None:
-                        peer.writer.write(data)
-                        with contextlib.suppress(ConnectionError):
-                            await peer.writer.drain()
-                    code = await self._forward(peer, context)
-                if code:
+            async with self._linked(request, context) as call:
+                streams = {STDOUT: _Lines(""), STDERR: _Lines("stderr: ")}
+                async for kind, content in call.frames(header, b"" if header.input_bytes is None else data):
+                    for line in streams[kind].split(content):
+                        await context.write(inference_pb2.CheckpointResponse(chunk=line))
+                for stream in streams.values():
+                    for line in stream.rest():
+                        await context.write(inference_pb2.CheckpointResponse(chunk=line))
+                if call.exit_code:
                     ended.append(BACKEND)
-                    await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=max(code, -1)))
-                    return
-                await self._finish(await _answered(answer, code, connected.done()), context)
-            finally:
-                self._waiting.pop(token.encode(), None)
-                if connected.done() and not connected.cancelled():
-                    connected.result().writer.close()
-                answer.cancel()
-                await asyncio.gather(answer, return_exceptions=True)
+                    done = inference_pb2.CheckpointResponse(done=True, exit_code=max(call.exit_code, -1))
+                    await context.write(done)
+                else:
+                    await _write_output(await call.answer(), context)
+
+    @contextlib.asynccontextmanager
+    async def _linked(self, request: Any, context: Any) -> AsyncIterator[_LinkedCall]:
+        """``request`` on its way, once its model's process has opened the link or the call has ended."""
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        request.parameters[PARAMETER].string_param = token
+        request.parameters[CODE_IN_TEXT].bool_param = True
+        connected: asyncio.Future[_Peer] = asyncio.get_running_loop().create_future()
+        self._waiting[token.encode()] = connected
+        answer = asyncio.ensure_future(self._inference.run(request, context))
+        try:
+            await asyncio.wait((answer, connected), return_when=asyncio.FIRST_COMPLETED)
+            yield _LinkedCall(answer, connected.result() if connected.done() else None)
+        finally:
+            self._waiting.pop(token.encode(), None)
+            if connected.done():
+                connected.result().writer.close()
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connected = None
         with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             async with asyncio.timeout(_CONNECT_S):
                 connected = self._waiting.pop(await reader.readexactly(TOKEN_BYTES), None)
-        if connected is None or connected.done():
+        if connected is None:
             writer.close()
-            return
-        connected.set_result(_Peer(reader, writer))
-
-    async def _forward(self, peer: _Peer, context: Any) -> int | None:
-        """Send the child's lines to the client; its exit code, None when it did not come to its end.
-
-        A client that does not read stops us, then the socket, then the child: nothing piles up.
-        """
-        streams = {STDERR: _Lines("stderr: ")}
-        code = None
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            async for kind, data in _frames(peer.reader):
-                if kind == EXIT:
-                    code = int(data)
-                    break
-                for line in streams.setdefault(kind, _Lines("")).split(data):
-                    await context.write(inference_pb2.CheckpointResponse(chunk=line))
-        for stream in streams.values():
-            for line in stream.rest():
-                await context.write(inference_pb2.CheckpointResponse(chunk=line))
-        return code
-
-    async def _finish(self, response: Any, context: Any) -> None:
-        for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True):
-            if tensor.datatype != "FP32":
-                raise OutputRefused(
-                    f"the output is {tensor.datatype} and Checkpoint carries FP32 only; call ModelInfer (KServe v2)"
-                )
-            for chunk in output_chunks(tensor.name, tensor.shape, data):
-                await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
-        await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
+        else:
+            connected.set_result(_Peer(reader, writer))
 
     @contextlib.contextmanager
     def _counted(self, spec: ModelSpec, shape: Sequence[int]) -> Iterator[list[str]]:
@@ -175,40 +192,33 @@ class ScriptCalls:
                 counts.duration_us += (time.monotonic_ns() - begun) // 1000
 
 
-def _request(spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, token: str) -> tuple[Any, Header]:
-    """The ModelInferRequest and what goes beside it.
+def _request(spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray) -> tuple[Any, Header]:
+    """The ModelInferRequest of a Checkpoint and what goes beside it.
 
     Bytes that are as many as the contract says travel as the tensor they are. Triton would refuse any others: those go
     over the link, and the tensor is the smallest the contract allows.
     """
     request = service_pb2.ModelInferRequest(model_name=spec.name)
-    request.parameters[PARAMETER].string_param = token
-    request.parameters[CODE_IN_TEXT].bool_param = True
     if not spec.inputs:
-        return request, Header((), None)
+        return request, Header((), None, live=True)
     tensor = spec.inputs[0]
     fits = len(data) == math.prod(shape) * tensor.element.size_bytes
     placeholder = [1 if size == VARIABLE else size for size in tensor.at_batch(1)]
     sent = list(shape) if fits else placeholder
     request.inputs.add(name=tensor.name, datatype=tensor.element.kserve, shape=sent)
     request.raw_input_contents.append(bytes(data) if fits else bytes(math.prod(sent) * tensor.element.size_bytes))
-    return request, Header(tuple(shape), None if fits else len(data))
+    return request, Header(tuple(shape), None if fits else len(data), live=True)
 
 
-async def _answered(answer: asyncio.Future[Any], code: int | None, was_linked: bool) -> Any:
-    """The answer of a call whose link has ended. Raises TritonUnavailable when its process died without one."""
-    if was_linked:
-        await asyncio.wait((answer,), timeout=_ERROR_S if code is None else _TENSOR_S)
-        if not answer.done():
-            raise TritonUnavailable(_DISCONNECTED)
-    return await answer
-
-
-async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bytes]]:
-    """The frames of a link; raises IncompleteReadError at its end."""
-    while True:
-        kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
-        yield kind, await reader.readexactly(length)
+async def _write_output(response: Any, context: Any) -> None:
+    for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True):
+        if tensor.datatype != "FP32":
+            raise OutputRefused(
+                f"the output is {tensor.datatype} and Checkpoint carries FP32 only; call ModelInfer (KServe v2)"
+            )
+        for chunk in output_chunks(tensor.name, tensor.shape, data):
+            await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
+    await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
 
 
 class _Lines:

@@ -1,4 +1,4 @@
-"""The live side of a Checkpoint call: a Unix socket from the model's process to the service that made the call.
+"""The other way of a call: a Unix socket from the model's process to the service that made the call.
 
 The service puts a token into the request and listens on ``LINK_SOCKET`` in the run directory that ``NEREID_RUN`` names.
 We connect, send the token, and get a line of JSON (``Header``) and the bytes it announces. Then we send frames: a kind,
@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from nereid_backend.errors import Cancelled, EngineError, InvalidArgument
 
@@ -30,18 +30,23 @@ _READ_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the service adds to the request. ``input_bytes`` is None when the input travels in the request itself."""
+    """What the service adds to the request.
+
+    ``input_bytes`` is None when the input travels in the request itself. ``live``: it is a Checkpoint, whose caller
+    wants the child's output; otherwise the link only tells the service that this process lives.
+    """
 
     shape: tuple[int, ...]
     input_bytes: int | None
+    live: bool
 
     def to_line(self) -> bytes:
-        return json.dumps({"shape": self.shape, "input_bytes": self.input_bytes}).encode() + b"\n"
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Header:
         raw = json.loads(line)
-        return cls(tuple(raw["shape"]), raw["input_bytes"])
+        return cls(tuple(raw["shape"]), raw["input_bytes"], raw["live"])
 
 
 class Link:
@@ -110,7 +115,8 @@ class Link:
         return len(self._pending) >= _MOST_PENDING_BYTES
 
     def give(self, kind: bytes, data: bytes) -> None:
-        self._pending += FRAME.pack(kind, len(data)) + data
+        if self.header.live or kind == EXIT:
+            self._pending += FRAME.pack(kind, len(data)) + data
 
     def end(self, exit_code: int) -> None:
         """The last frame: how the child ended; negative is a signal."""

@@ -156,7 +156,7 @@ class TritonPythonModel:
                 os.lseek(stdin, 0, os.SEEK_SET)
                 ended = child.run(
                     self._worker,
-                    self._variables(call, output, live=link is not None),
+                    self._variables(call, output, live=link is not None and link.header.live),
                     stdin,
                     link=link,
                     is_cancelled=call.sender.is_cancelled,

@@ -47,7 +47,7 @@ class Program:
 
     def run(self, *, data: bytes = b"", cancelled: Any = None, limit_s: float = 30, **environment: str) -> Result:
         ours, theirs = socket.socketpair()
-        link = Link(theirs, Header((), None), b"")
+        link = Link(theirs, Header((), None, live=True), b"")
         link.start()
         received = bytearray()
         reader = threading.Thread(
@@ -358,7 +358,7 @@ def test_a_module_that_starts_threads_is_left_to_the_calls(tmp_path: Path) -> No
 def test_a_reader_that_stops_slows_the_program_and_loses_nothing(program: Program) -> None:
     program.write("import sys\nfor i in range(100_000): print(i, 'x' * 50)\nprint('end', file=sys.stderr)")
     ours, theirs = socket.socketpair()
-    link = Link(theirs, Header((), None), b"")
+    link = Link(theirs, Header((), None, live=True), b"")
     link.start()
     ended: list[child.Ended] = []
 
