@@ -7,6 +7,9 @@ share one environment without packages.
 from __future__ import annotations
 
 import os
+import queue
+import shutil
+import signal
 import threading
 import time
 import urllib.request
@@ -27,6 +30,7 @@ from native_service.proto import inference_pb2 as pb
 pytestmark = pytest.mark.triton
 
 P16 = "input_shape: [16]\nmax_batch_size: 10\noutput_shape: [1]\n"
+COMPILER = shutil.which("c++")
 R16 = np.arange(16, dtype="<f4")
 
 # What every script may use: its input as numbers, and its answer.
@@ -87,12 +91,27 @@ SCRIPTS = {
     "limited": ("output_shape: [1]\ntime_limit_s: 1", "print('begun'); time.sleep(600)"),
     "second": ("output_shape: [1]", "time.sleep(1); answer([1], [1])"),
     "secrets": ("output_shape: [1]", "print(sorted(os.environ)); print(os.getcwd()); answer([1], [1])"),
+    "doomed": ("output_shape: [1]", "print(os.getpid(), flush=True); time.sleep(600)"),
+    "warm": (
+        "input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 4\nwarm: true",
+        "print('warm', len(sys.modules['array'].__name__)); answer(shape(), [2 * x + 1 for x in numbers()])",
+    ),
     "stubborn": (
         "output_shape: [1]",
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(600)",
     ),
 }
 CAPACITY = {"second": 1, "sleeper": 2}
+CPP_ADD = """
+#include <cstdio>
+#include <cstdlib>
+int main() {
+    std::FILE* file = std::fopen(std::getenv("NEREID_OUTPUT_PATH"), "wb");
+    std::fprintf(file, "float32 %s\\n", std::getenv("NEREID_INPUT_SHAPE"));
+    for (float x; std::fread(&x, sizeof x, 1, stdin) == 1;) std::fwrite(&++x, sizeof x, 1, file);
+    return std::fclose(file);
+}
+"""
 
 
 def write_script(folder: Path, contract: str, body: str) -> None:
@@ -107,7 +126,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("scripts")
     for name, (contract, body) in SCRIPTS.items():
         write_script(folder / "models" / name, contract, body)
-    entries = "".join(f"  - {{name: {n}, device: cpu, queue_capacity: {CAPACITY.get(n, 8)}}}\n" for n in SCRIPTS)
+    cpp = folder / "models" / "cppadd"
+    cpp.mkdir()
+    (cpp / "main.cpp").write_text(CPP_ADD)
+    (cpp / "model_inference.textproto").write_text("input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 8\n")
+    names = [*SCRIPTS, *(["cppadd"] if COMPILER else [])]
+    entries = "".join(f"  - {{name: {n}, device: cpu, queue_capacity: {CAPACITY.get(n, 8)}}}\n" for n in names)
     (folder / "nereid.yaml").write_text(
         f"server: {{bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{entries}"
     )
@@ -228,6 +252,32 @@ def test_k4_pymul_doubles_and_adds_one(client: Any) -> None:
     assert result.tolist() == [[3, 5, 7, 9]]
     assert infer(client, "pymul", np.array([1, 2, 3, 4], "f4")).tolist() == [[3, 5, 7, 9]]
     assert client.get_model_metadata("pymul").platform == "python"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+def test_k5_a_cpp_folder_is_built_and_adds_one(served: Served, client: Any) -> None:
+    x = np.array([[1, 2, 3, 4]], "f4")
+    assert infer(client, "cppadd", x).tolist() == [[2, 3, 4, 5]]
+    assert client.get_model_metadata("cppadd").platform == "cpp_subprocess"
+    assert output(checkpoint(served, [meta("cppadd"), chunk([4], x.tobytes())])) == ([1, 4], [2, 3, 4, 5])
+
+
+def test_a_warm_script_answers_on_both_surfaces(served: Served, client: Any) -> None:
+    x = np.array([[1, 2, 3, 4]], "f4")
+    assert infer(client, "warm", x).tolist() == [[3, 5, 7, 9]]
+    responses = checkpoint(served, [meta("warm"), chunk([1, 4], x.tobytes())])
+    assert (lines(responses), output(responses)) == (["warm 5"], ([1, 4], [3, 5, 7, 9]))
+
+
+def test_k22_k23_a_stream_outlives_a_bad_request(client: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put(error or result.as_numpy("output").tolist()))
+    for width in (4, 3, 4):
+        client.async_stream_infer("pymul", [input_tensor("input", np.ones((1, width), "f4"))])
+    first, second, third = (answers.get(timeout=20) for _ in range(3))
+    client.stop_stream()
+    assert (first, third) == ([[3, 3, 3, 3]], [[3, 3, 3, 3]])
+    assert isinstance(second, InferenceServerException)
 
 
 def refused(client: Any, model: str, *arrays: np.ndarray, **options: Any) -> tuple[str, str]:
@@ -387,3 +437,43 @@ def test_children_of_one_model_run_side_by_side(served: Served) -> None:
     for call in live:
         call.call.cancel()
     assert gone_within(set().union(*(call.pids for call in live)), 5)
+
+
+def test_a_dead_model_process_ends_its_calls_on_both_surfaces_and_their_children(served: Served, client: Any) -> None:
+    live = Live(served, "doomed")
+    told: list[Any] = []
+    client.async_infer("doomed", [], callback=lambda result, error: told.append(error or result))
+    (stub,) = [pid for pid in served.descendants() if is_stub_of(pid, "doomed")]
+    deadline = time.monotonic() + 20
+    while len(children_of("doomed")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = children_of("doomed")
+    assert len(children) == 2
+    os.kill(stub, signal.SIGKILL)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(live.call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    while not told and time.monotonic() < deadline + 20:
+        time.sleep(0.05)
+    assert told[0].status() == "StatusCode.UNAVAILABLE"
+    assert gone_within(children, 10)
+    live.channel.close()
+
+
+def is_stub_of(pid: int, model: str) -> bool:
+    command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    return b"triton_python_backend_stub" in command and f"/{model}/".encode() in command
+
+
+def children_of(model: str) -> set[int]:
+    """Processes that run the main.py of ``model``, wherever they hang in the tree."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cmdline").read_bytes().endswith(b"-u\0main.py\0"):
+                folder = (entry / "cwd").readlink()
+                if folder.parents[1].name == model:
+                    found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
