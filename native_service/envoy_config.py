@@ -50,6 +50,8 @@ _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
+_MOST_FRAMES = 1_000_000
+_SERVICE_WINDOW, _SMALLEST_CONNECTION_WINDOW = 1024 * 1024, 256 * 1024 * 1024
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
 
 _TYPE = "type.googleapis.com/"
@@ -271,7 +273,8 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "HTTP2",
-        "http2_protocol_options": _http2(settings),
+        # Envoy takes 10,000 waiting frames for an attack, and each line of a script is one; their bytes are bounded.
+        "http2_protocol_options": {**_http2(_window(settings)), "max_outbound_frames": _MOST_FRAMES},
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals()},
@@ -342,8 +345,10 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "max_pending_requests": unlimited,
         "max_retries": 0,
     }
+    # What our service streams may wait there: all its streams share one connection.
+    window = _SERVICE_WINDOW if name == _SERVICE else _window(settings)
     http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(settings)}}
+    options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(window)}}
     endpoint = {"endpoint": {"address": address}}
     return {
         "name": name,
@@ -356,11 +361,10 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
     }
 
 
-def _http2(settings: EnvoySettings) -> Json:
-    window = _window(settings)
+def _http2(window: int) -> Json:
     return {
         "initial_stream_window_size": window,
-        "initial_connection_window_size": min(2 * window, _LARGEST_WINDOW),
+        "initial_connection_window_size": max(min(2 * window, _LARGEST_WINDOW), _SMALLEST_CONNECTION_WINDOW),
     }
 
 

@@ -96,6 +96,7 @@ SCRIPTS = {
         "input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 4\nwarm: true",
         "print('warm', len(sys.modules['array'].__name__)); answer(shape(), [2 * x + 1 for x in numbers()])",
     ),
+    "chatty": ("output_shape: [1]", "for i in range(40_000): print(i)\nanswer([1], [0])"),
     "stubborn": (
         "output_shape: [1]",
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(600)",
@@ -371,6 +372,13 @@ def gone_within(pids: set[int], seconds: float) -> bool:
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pids)
+
+
+def test_a_client_that_reads_late_gets_every_line(served: Served) -> None:
+    live = Live(served, "chatty")
+    time.sleep(2)  # Envoy once took so many waiting frames for an attack and closed the connection
+    assert [r.chunk for r in live.call if r.chunk] == [str(i) for i in range(1, 40_000)]
+    live.channel.close()
 
 
 @pytest.mark.parametrize("ending", ["cancel", "deadline", "client loss"])
