@@ -33,7 +33,10 @@ _LOG = logging.getLogger("nereid.models")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A public model; ``triton_models`` are those behind it in the order in which they load, itself the last."""
+    """A model; ``triton_models`` are those behind it in the order in which they load, itself the last.
+
+    It is public unless its source is hidden: then it is there for meta models only.
+    """
 
     source: Source
     spec: ModelSpec
@@ -51,11 +54,21 @@ class Catalogue:
         self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
+        self._public: dict[str, Admitted] = {}
 
     @property
-    def models(self) -> Mapping[str, ServedModel]:
-        """By public name; it follows what happens."""
-        return MappingProxyType(self._served)
+    def models(self) -> Mapping[str, Admitted]:
+        """What clients may call, by name; it follows what happens."""
+        return MappingProxyType(self._public)
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]:
+        """The specification of everything that is served, hidden models too."""
+        return {name: model.spec for name, model in self._served.items()}
+
+    def callers(self, name: str) -> list[str]:
+        """The meta models that call ``name``."""
+        return [caller for caller, model in self._served.items() if name in (model.source.calls or ())]
 
     async def open(self, front: Front, server: ServerSettings, control: ModelControl | None) -> Address:
         """Open the public address for what has been loaded; ``front`` is told of every change from then on."""
@@ -63,11 +76,14 @@ class Catalogue:
         self._front = front
         return address
 
-    async def stage(self, source: Source, converter: Converter) -> Converted:
-        """Convert ``source`` beside the repository. Raises BundleError; nothing is left then."""
+    async def stage(self, source: Source, converter: Converter, callees: Mapping[str, ModelSpec]) -> Converted:
+        """Convert ``source``, which may call ``callees``, beside the repository.
+
+        Raises BundleError; nothing is left then.
+        """
         folder = Path(tempfile.mkdtemp(dir=self._run.staging))
         try:
-            return await converter.convert(source, folder)
+            return await converter.convert(source, folder, callees)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -88,7 +104,7 @@ class Catalogue:
             before.mkdir()
             await self._bring(new, old, staged.folder, before)
             gone = [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
-            self._served[name] = new
+            self._set({**self._served, name: new})
             await self._drop(gone)
         except OSError as error:
             raise RepositoryError(f"model {name!r} cannot take its place ({error.strerror}); check the disk") from error
@@ -101,8 +117,16 @@ class Catalogue:
 
         Calls in progress are answered.
         """
-        await self._publish({key: model for key, model in self._served.items() if key != name})
-        await self._drop(self._served.pop(name).triton_models)
+        left = {key: model for key, model in self._served.items() if key != name}
+        await self._publish(left)
+        gone = self._served[name].triton_models
+        self._set(left)
+        await self._drop(gone)
+
+    def _set(self, served: dict[str, ServedModel]) -> None:
+        self._served = served
+        self._public.clear()
+        self._public.update((model.spec.name, model.admitted) for model in served.values() if not model.source.hidden)
 
     async def _bring(self, new: ServedModel, old: ServedModel | None, fresh: Path, before: Path) -> None:
         """Load ``new`` from ``fresh`` and route to it; the directories it replaces end in ``before``."""
@@ -158,7 +182,7 @@ class Catalogue:
 
     @staticmethod
     def _admitted(served: Mapping[str, ServedModel]) -> list[Admitted]:
-        return [model.admitted for model in served.values()]
+        return [model.admitted for model in served.values() if not model.source.hidden]
 
 
 def _move(path: Path, target: Path) -> None:

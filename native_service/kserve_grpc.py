@@ -7,6 +7,7 @@ show only what is served.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -14,9 +15,9 @@ from typing import Any, Protocol
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.envoy_config import KSERVE
+from native_service.envoy_config import KSERVE, MOST_ELEMENTS, MOST_SIZE
 from native_service.grpc_edge import Inference, errors_told
-from nereid_backend.errors import InvalidArgument, NereidError, NotFound
+from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
 from nereid_backend.spec import ModelSpec
 
 VERSION = "1"
@@ -146,7 +147,9 @@ class KServeService:
         }
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
-        complete_batch(request, self._served(request.model_name, request.model_version))
+        spec = self._served(request.model_name, request.model_version)
+        complete_batch(request, spec)
+        check_shapes(request, spec)
         return await self._inference.run(request, context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
@@ -211,6 +214,23 @@ def _check_repository(name: str) -> None:
 async def _control_is_off(_request: Any, context: Any) -> Any:
     text = "model control is switched off on this server (server.allow_model_control)"
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+
+
+def check_shapes(request: Any, spec: ModelSpec) -> None:
+    """Raise InvalidArgument for shapes that Triton 2.51 takes and comes to harm by.
+
+    2**62 elements wrap round to no bytes at all and the model's process reads beyond its input; 2**32 + 1 rows count
+    as one; a request of no rows fails the whole batch it gets into.
+    """
+    for tensor in request.inputs:
+        where = f"model {spec.name!r} input {short_repr(tensor.name)}"
+        if any(size < 0 for size in tensor.shape):
+            raise InvalidArgument(f"{where} has a negative size in its shape {short_repr([*tensor.shape])}")
+        if spec.max_batch_size and tensor.shape and tensor.shape[0] == 0:
+            raise InvalidArgument(f"{where} has no rows; send at least one")
+        sizes = [size for size in tensor.shape if size]
+        if max(sizes, default=0) > MOST_SIZE or math.prod(sizes) > MOST_ELEMENTS:
+            raise InvalidArgument(f"{where} is larger than any tensor can be, shape {short_repr([*tensor.shape])}")
 
 
 async def _switched_off(_request: Any, context: Any) -> Any:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import NamedTuple
 
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converted, Converter, Source
@@ -25,10 +26,19 @@ from nereid_backend.errors import (
     SettingsError,
     TritonUnavailable,
 )
+from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.serve")
 
 _MOST_WAITING = 16
+
+
+class _Attempt(NamedTuple):
+    """What a model was made of, with the contracts of its callees when it is a meta model."""
+
+    source: Source
+    state: Fingerprint
+    callees: Mapping[str, ModelSpec]
 
 
 class ModelControl:
@@ -43,7 +53,7 @@ class ModelControl:
         self._new_converter = new_converter
         self._lenient = lenient
         # What was made of each name last, whether it went well or not: only something else is worth another try.
-        self._tried: dict[str, tuple[Source, Fingerprint]] = {}
+        self._tried: dict[str, _Attempt] = {}
         self._unloaded: set[str] = set()
         self._view: Mapping[str, Fingerprint] | None = None
         self._complaints: set[str] = set()
@@ -56,12 +66,15 @@ class ModelControl:
             sources, problems = await converter.sources(self._settings)
             self._report(problems, BundleError)
             converted, problems = [], []
+            specs: dict[str, ModelSpec] = {}
             for source in sources:
                 try:
-                    converted.append((source, await self._stage(source, converter)))
+                    staged = await self._stage(source, converter, specs)
                 except NereidError as error:
                     problems.append(f"model {source.name!r}: {error}")
                 else:
+                    converted.append((source, staged))
+                    specs[source.name] = staged.spec
                     _LOG.info("converted %s", source.name)
         self._report(problems, BundleError)
         return converted
@@ -135,34 +148,40 @@ class ModelControl:
     async def _load(self, name: str) -> None:
         async with self._new_converter() as converter:
             sources, _ = await converter.sources(self._settings)
-            source = next((source for source in sources if source.name == name), None)
+            source = next((source for source in sources if source.name == name and not source.hidden), None)
             if source is None:
                 raise NotFound(
                     f"no model {name!r} to load; it must be among the models of this server, and in its folder"
                 )
             self._unloaded.discard(name)
+            missing = {*(source.calls or ())} - self._catalogue.specs.keys()
             try:
+                for callee in [callee for callee in sources if callee.hidden and callee.name in missing]:
+                    await self._put(callee, converter)
                 await self._put(source, converter)
             except BundleError as error:
                 raise ModelLoadError(f"model {name!r} could not be loaded: {without_paths(str(error))}") from None
 
     async def _unload(self, name: str) -> None:
         if name in self._catalogue.models:
+            if callers := self._catalogue.callers(name):
+                raise ModelLoadError(f"model {name!r} is called by {', '.join(callers)}; unload that first")
             await self._catalogue.remove(name)
             _LOG.info("unloaded %s", name)
-        elif name not in self._unloaded and name not in self._tried:
+        elif name not in self._unloaded and (name not in self._tried or self._tried[name].source.hidden):
             raise NotFound(f"no model {name!r} to unload; RepositoryIndex lists what is served")
         self._unloaded.add(name)
 
     async def _put(self, source: Source, converter: Converter) -> None:
-        staged = await self._stage(source, converter)
+        staged = await self._stage(source, converter, self._catalogue.specs)
         await self._catalogue.put(source, staged)
         _LOG.info("loaded %s (%s on %s)", source.name, staged.spec.engine, staged.spec.device)
 
-    async def _stage(self, source: Source, converter: Converter) -> Converted:
+    async def _stage(self, source: Source, converter: Converter, others: Mapping[str, ModelSpec]) -> Converted:
         as_it_is = await asyncio.to_thread(fingerprint, source.path)
-        self._tried[source.name] = (source, as_it_is)
-        staged = await self._catalogue.stage(source, converter)
+        callees = _callees(source, others)
+        self._tried[source.name] = _Attempt(source, as_it_is, callees)
+        staged = await self._catalogue.stage(source, converter, callees)
         if await asyncio.to_thread(fingerprint, source.path) != as_it_is:
             await self._catalogue.discard(staged)
             raise BundleError(f"{source.path.name} changed while it was read; try again when it is complete")
@@ -175,20 +194,23 @@ class ModelControl:
             sources, problems = await converter.sources(self._settings)
             for source in sources:
                 state = view.get(source.path.name)
-                if state is None or source.name in self._unloaded or self._tried.get(source.name) == (source, state):
+                if state is None or source.name in self._unloaded:
+                    continue
+                # Callees come before who calls them: their contracts are those of now.
+                if self._tried.get(source.name) == _Attempt(source, state, _callees(source, self._catalogue.specs)):
                     continue
                 await self._try(source, converter)
         for line in problems:
             self._complain(line)
         names = {source.name for source in sources}
-        for name in [name for name in {**self._tried, **self._catalogue.models} if name not in names]:
+        for name in [name for name in {*self._tried, *self._catalogue.specs} if name not in names]:
             await self._miss(name, view)
 
     async def _try(self, source: Source, converter: Converter) -> None:
         try:
             await self._put(source, converter)
         except NereidError as error:
-            then = "the version before goes on serving" if source.name in self._catalogue.models else "it is not served"
+            then = "the version before goes on serving" if source.name in self._catalogue.specs else "it is not served"
             _LOG.error("model %r: %s; %s", source.name, error, then)
             if error.code == "UNAVAILABLE":  # not the model's fault
                 self._tried.pop(source.name, None)
@@ -196,15 +218,15 @@ class ModelControl:
 
     async def _miss(self, name: str, view: Mapping[str, Fingerprint]) -> None:
         """``name`` has been there and is not any more, or is not a model any more."""
-        source, state = self._tried[name]
+        source, state, _ = self._tried[name]
         listed = not self._settings.models or any(model.name == name for model in self._settings.models)
         entry = source.path.name
         if listed and entry in view:
             if view[entry] != state:
                 _LOG.error("%s is not a model any more; what is served stays", entry)
-                self._tried[name] = (source, view[entry])
+                self._tried[name] = self._tried[name]._replace(state=view[entry])
             return
-        if name in self._catalogue.models:
+        if name in self._catalogue.specs:
             await self._catalogue.remove(name)
             _LOG.info("removed %s", name)
         self._unloaded.discard(name)
@@ -233,3 +255,8 @@ class ModelControl:
         if line not in self._complaints:
             self._complaints.add(line)
             _LOG.warning("%s", line)
+
+
+def _callees(source: Source, others: Mapping[str, ModelSpec]) -> Mapping[str, ModelSpec]:
+    """The contracts of those of ``others`` that ``source`` calls."""
+    return {name: others[name].contract for name in source.calls or () if name in others}
