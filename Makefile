@@ -32,6 +32,7 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
+	$(BIN)/python tests/bench/live_models.py
 	$(BIN)/python tests/bench/coalescing.py
 
 clean:
