@@ -36,6 +36,7 @@ thorough: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
+	$(BIN)/python tests/bench/live_models.py
 	$(BIN)/python tests/bench/coalescing.py
 
 clean:
