@@ -55,18 +55,14 @@ def stream(channel: Any) -> Any:
     )()
 
 
-def checkpoint(channel: Any) -> Any:
+ROW = pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[16], data=R16.tobytes(), end_of_tensor=True))
+
+
+def checkpoint(channel: Any, *chunks: pb.CheckpointRequest) -> Any:
     call = channel.stream_stream(
         "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
     )
-    return call(
-        iter(
-            [
-                pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name="adder")),
-                pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[16], data=R16.tobytes(), end_of_tensor=True)),
-            ]
-        )
-    )
+    return call(iter([pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name="adder")), *(chunks or [ROW])]))
 
 
 async def status(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -238,6 +234,21 @@ def test_a_refusal_is_immediate_and_says_when_to_come_back(fronting: Fronting, s
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await all_of(checkpoint(service.channel))
             assert dict(caught.value.trailing_metadata() or ())["retry-after"] == "1"
+            running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_large_checkpoint_is_refused_in_the_same_words(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(dims=(-1,)), capacity=1) as service:
+            service.triton.behave = service.triton.never
+            running = infer(service.channel)
+            await until_permits(service, 1)
+            halves = [pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[1 << 20], data=bytes(2 << 20)))] * 2
+            # Envoy answers while the request is still being sent to it.
+            for _ in range(10):
+                assert await status(all_of(checkpoint(service.channel, *halves))) == FULL
             running.cancel()
 
     asyncio.run(scenario())

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
 from onnx import TensorProto, helper, save
-from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of
+from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.triton
 R16 = np.arange(16, dtype=np.float32)
 A, B = np.array([[1, 2, 3, 4]], np.float32), np.array([[10, 20, 30, 40]], np.float32)
 FULL = "model queue full, retry later"
+MODELS = ("adder", "whole", "multi", "single", "recurrent")
 
 
 def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], str]], element: int, size: int) -> None:
@@ -47,6 +48,26 @@ def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], 
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
+def write_recurrent(path: Path) -> None:
+    """A detector that carries its state, as voice detectors do: two outputs, three inputs, one of them a scalar."""
+    tensors = {
+        "frame": (TensorProto.FLOAT, [1, 512]),
+        "state": (TensorProto.FLOAT, [2, 1, 128]),
+        "rate": (TensorProto.INT64, []),
+        "loudness": (TensorProto.FLOAT, [1, 1]),
+        "next_state": (TensorProto.FLOAT, [2, 1, 128]),
+    }
+    described = {name: helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in tensors.items()}
+    nodes = [
+        helper.make_node("ReduceMean", ["frame"], ["loudness"], axes=[1], keepdims=1),
+        helper.make_node("Cast", ["rate"], ["rate_float"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["state", "rate_float"], ["next_state"]),
+    ]
+    inputs, outputs = ("frame", "state", "rate"), ("loudness", "next_state")
+    graph = helper.make_graph(nodes, "graph", [described[n] for n in inputs], [described[n] for n in outputs])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("public")
@@ -58,11 +79,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     both = [("Add", ["a", "b"], "sum"), ("Mul", ["a", "b"], "prod")]
     write(models / "multi.onnx", {"a": 4, "b": 4}, both, TensorProto.FLOAT, 4)
     write(models / "single.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
+    write_recurrent(models / "recurrent.onnx")
     entry = "  - {{name: {}, device: cpu, queue_capacity: {}, options: {{max_batch_size: 10}}}}\n"
     capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1}
     (folder / "nereid.yaml").write_text(
         "server: {bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}\nmodels:\n"
         + "".join(entry.format(name, capacity) for name, capacity in capacities.items())
+        + "  - {name: recurrent, device: cpu, queue_capacity: 16}\n"
     )
     server = Served(folder, "--config", str(folder / "nereid.yaml"))
     yield server
@@ -158,6 +181,54 @@ def test_inputs_that_break_the_contract_are_refused(client: Any, case: str, inpu
     assert code_of(lambda: client.infer("multi", tensors)) == "INVALID_ARGUMENT", case
 
 
+def test_a_checkpoint_takes_several_inputs_by_name_in_any_order_and_interleaved(served: Served) -> None:
+    def half(name: str, array: np.ndarray, number: int) -> Any:
+        return chunk([1, 4], array.tobytes()[8 * number : 8 * number + 8], end=number == 1, name=name)
+
+    for order in ("abab", "bbaa", "abba"):
+        sent = {"a": 0, "b": 0}
+        messages = [meta("multi")]
+        for name in order:
+            messages.append(half(name, {"a": A, "b": B}[name], sent[name]))
+            sent[name] += 1
+        outputs = tensors_of(checkpoint(served, messages))
+        assert list(outputs.items()) == [("sum", ([1, 4], (A + B).tobytes())), ("prod", ([1, 4], (A * B).tobytes()))]
+
+
+def test_a_checkpoint_carries_a_state_in_and_out(served: Served) -> None:
+    state, frame = np.zeros((2, 1, 128), np.float32), np.ones((1, 512), np.float32)
+    for call in range(1, 4):
+        outputs = tensors_of(
+            checkpoint(
+                served,
+                [
+                    meta("recurrent"),
+                    chunk([2, 1, 128], state.tobytes(), name="state"),
+                    chunk([1], np.int64(8).tobytes(), name="rate"),
+                    chunk([1, 512], (call * frame).tobytes(), name="frame"),
+                ],
+            )
+        )
+        assert outputs["loudness"] == ([1, 1], np.float32(call).tobytes())
+        shape, data = outputs["next_state"]
+        state = np.frombuffer(data, np.float32).reshape(shape)
+        assert (shape, set(state.ravel())) == ([2, 1, 128], {8.0 * call})
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([chunk([4], A.tobytes(), name="a")], r"needs the inputs \['a', 'b'\]; not sent: \['b'\]"),
+        ([chunk([4], A.tobytes(), name="c")], r"no input 'c'; tensor_name must be one of \['a', 'b'\]"),
+        ([chunk([4], A.tobytes(), name="a"), chunk([4], A.tobytes(), name="a")], "input 'a': a chunk came after"),
+    ],
+)
+def test_a_checkpoint_that_misses_or_mistakes_an_input_is_told(served: Served, chunks: list[Any], words: str) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
+        checkpoint(served, [meta("multi"), *chunks])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_k13_an_unknown_output_is_refused(client: Any) -> None:
     wanted = [tritonclient.InferRequestedOutput(name) for name in ("sum", "difference")]
     inputs = [input_tensor("a", A), input_tensor("b", B)]
@@ -204,10 +275,8 @@ def test_k21_an_unknown_model_is_not_found(client: Any) -> None:
 
 def test_lists_and_statistics_show_what_is_served(client: Any) -> None:
     index = client.get_model_repository_index()
-    assert [(m.name, m.version, m.state) for m in index.models] == [
-        (name, "1", "READY") for name in ("adder", "whole", "multi", "single")
-    ]
-    assert [s.name for s in client.get_inference_statistics().model_stats] == ["adder", "whole", "multi", "single"]
+    assert [(m.name, m.version, m.state) for m in index.models] == [(name, "1", "READY") for name in MODELS]
+    assert [s.name for s in client.get_inference_statistics().model_stats] == list(MODELS)
     before = client.get_inference_statistics("whole").model_stats[0].inference_count
     infer(client, "whole", input=np.zeros((3, 4), np.int64))
     assert client.get_inference_statistics("whole").model_stats[0].inference_count == before + 3
@@ -291,7 +360,7 @@ def test_m1_m4_each_request_counts_once_and_unknown_models_nowhere(served: Serve
     after = counts()
     assert {name: after[name] - before[name] for name in after} == {"request_success": 1, "count": 2, "exec_count": 1}
     assert not [name for name in metrics(served) if "nobody" in name]
-    for model in ("adder", "whole", "multi", "single"):
+    for model in MODELS:
         assert f'nv_inference_request_success{{model="{model}",version="1"}}' in metrics(served)
 
 
