@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService
+from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
 from native_service.triton_process import TritonServer
+from nereid_backend.errors import EnvoyUnavailable
 
 _DRAIN_S = 10.0
 _CHANNEL: tuple[tuple[str, int], ...] = (
@@ -37,6 +40,10 @@ class Front:
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._models: tuple[str, ...] = ()
+        self._refusals = Refusals()
+        self._failed_calls: Tally[tuple[str, int | None]] = Tally()
+        self._counting = asyncio.Lock()
         self._ending = contextlib.AsyncExitStack()
 
     @property
@@ -53,12 +60,13 @@ class Front:
         specs, limits = [model.spec for model in models], server.limits
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
-        inference = Inference(channel)
+        inference = Inference(channel, self._refusals)
         kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready)
-        native = NereidService(specs, inference, limits)
+        native = NereidService(specs, inference, limits, self._refusals)
         self._services = (kserve, native)
-        largest = max(limits.max_request_bytes, limits.max_message_bytes)
-        service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
+        self._models = tuple(spec.name for spec in specs)
+        largest = limits.max_request_bytes
+        service = NativeServer((native.handler, kserve.handler), self._models, largest)
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
@@ -81,6 +89,18 @@ class Front:
         """Whether a call would be answered now: Triton serves every model and the address is open."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
 
+    def models(self) -> tuple[str, ...]:
+        """The names of what is served now."""
+        return self._models
+
+    async def failed(self) -> Failed:
+        """The calls that did not end well since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
+        async with self._counting:  # an older look that comes later would read like a counter that fell
+            life, counts = self.envoy_pid, await self.admin.failed_calls()
+            if life != self.envoy_pid:
+                raise EnvoyUnavailable("Envoy is being started again")
+            return Failed(self._failed_calls.total(life, counts), self._refusals.counts)
+
     @property
     def envoy_pid(self) -> int | None:
         return None if self._envoy is None else self._envoy.pid
@@ -93,8 +113,9 @@ class Front:
         for service in self._services:
             service.set_models(specs)
         await self._envoy.set_models(models)
+        self._models = tuple(spec.name for spec in specs)
         if self._server is not None:
-            await self._server.set_models([spec.name for spec in specs])
+            await self._server.set_models(self._models)
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from native_service.envoy_config import CLUSTER_HEADER, RETRY_AFTER_S, model_cluster
+from native_service.metrics import Refusals
 from nereid_backend.errors import DeadlineExceeded, InvalidArgument, NereidError, ResourceExhausted
 
 _LOG = logging.getLogger("nereid.service")
@@ -28,8 +29,9 @@ _SHORTEST_DEADLINE_S = 0.010
 class Inference:
     """Runs models through Envoy's inner listener, which takes a permit of the model or refuses at once."""
 
-    def __init__(self, channel: Any) -> None:
-        """``channel`` is a grpc.aio channel to the inner listener."""
+    def __init__(self, channel: Any, refusals: Refusals) -> None:
+        """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
+        self._refusals = refusals
         method = "/inference.GRPCInferenceService/ModelInfer"
         self._infer = channel.unary_unary(
             method,
@@ -43,12 +45,23 @@ class Inference:
 
         Raises grpc.aio.AioRpcError with Triton's own code and words, or RESOURCE_EXHAUSTED without a permit.
         """
-        return await self._infer(request, timeout=_time_left(context), metadata=_permit_of(request.model_name))
+        model = request.model_name
+        return await self._infer(request, timeout=self._time_left(model, context), metadata=_permit_of(model))
 
     async def run_serialised(self, model: str, request: bytes, context: Any) -> bytes:
         """The same for a serialised request and answer, which protobuf's objects would hold once more."""
-        answer: bytes = await self._infer_serialised(request, timeout=_time_left(context), metadata=_permit_of(model))
+        timeout = self._time_left(model, context)
+        answer: bytes = await self._infer_serialised(request, timeout=timeout, metadata=_permit_of(model))
         return answer
+
+    def _time_left(self, model: str, context: Any) -> float | None:
+        """Seconds the client still waits, None when it waits for ever. Raises DeadlineExceeded."""
+        left: float | None = context.time_remaining()
+        if left is not None and left < _SHORTEST_DEADLINE_S:
+            error = DeadlineExceeded("the deadline leaves no time to run the model")
+            self._refusals.add(model, error)
+            raise error
+        return left
 
 
 def _permit_of(model: str) -> tuple[tuple[str, str], ...]:
@@ -106,11 +119,3 @@ def unary(call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: An
 def _metadata_of(error: grpc.aio.AioRpcError) -> tuple[tuple[str, Any], ...]:
     # Envoy's refusals are trailers-only answers: which of the two holds them is the library's choice.
     return (*(error.initial_metadata() or ()), *(error.trailing_metadata() or ()))
-
-
-def _time_left(context: Any) -> float | None:
-    """Seconds the client still waits, None when it waits for ever."""
-    left: float | None = context.time_remaining()
-    if left is not None and left < _SHORTEST_DEADLINE_S:
-        raise DeadlineExceeded("the deadline leaves no time to run the model")
-    return left

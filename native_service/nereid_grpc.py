@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from native_service.checkpoint import Budget, CheckpointReader, output_chunks
 from native_service.envoy_config import KSERVE
 from native_service.grpc_edge import Inference, errors_told, parsed, unary
 from native_service.infer_messages import read_outputs
+from native_service.metrics import Refusals
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
-from nereid_backend.errors import EngineError, OverLimit
+from nereid_backend.errors import EngineError, NereidError, OverLimit
 from nereid_backend.spec import ModelSpec
 
 SERVICE = "inference.Nereid"
@@ -23,9 +25,10 @@ SERVICE = "inference.Nereid"
 class NereidService:
     """The three calls of ``inference.Nereid`` for the models of one Triton."""
 
-    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits) -> None:
-        """The order of ``models`` is the order of ViewModels."""
+    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits, refusals: Refusals) -> None:
+        """The order of ``models`` is the order of ViewModels; ``refusals`` counts what never asks for a permit."""
         self.set_models(models)
+        self._refusals = refusals
         self._inference = inference
         self._limits = limits
         self._budget = Budget(limits.max_buffered_bytes)
@@ -77,12 +80,17 @@ class NereidService:
             reader.close()
 
     async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
-        async for message in requests:
-            self._check_size(message)
-            reader.receive(parsed(inference_pb2.CheckpointRequest, message))
-            if not reader.needs_input:
-                break
-        return reader.finish()
+        try:
+            async for message in requests:
+                self._check_size(message)
+                reader.receive(parsed(inference_pb2.CheckpointRequest, message))
+                if not reader.needs_input:
+                    break
+            return reader.finish()
+        except (NereidError, asyncio.CancelledError) as error:
+            if reader.model is not None:
+                self._refusals.add(reader.model.name, error)
+            raise
 
     def _check_size(self, message: bytes) -> None:
         # The server itself takes larger messages, for ModelInfer.

@@ -131,7 +131,7 @@ async def _start(
     http, where = None, triton.addresses
     if server.http is not None:
         endpoints = HttpEndpoints(
-            server.http, models=names, is_ready=front.is_ready, metrics=where.metrics, refusals=front.admin.refusals
+            server.http, models=front.models, is_ready=front.is_ready, metrics=where.metrics, failed=front.failed
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)
