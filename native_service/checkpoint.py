@@ -73,6 +73,12 @@ class CheckpointReader:
         """Whether more messages matter: not once the model turns out to take no input."""
         return self.model is None or bool(self.model.inputs)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether every input came with its end mark, which upstream lets clients leave out."""
+        inputs = () if self.model is None else self.model.inputs
+        return all(tensor.name in self._uploads and self._uploads[tensor.name].ended for tensor in inputs)
+
     def receive(self, message: inference_pb2.CheckpointRequest) -> None:
         """Check and keep one message. Raises InvalidArgument, NotFound, OverLimit or ResourceExhausted."""
         kind = message.WhichOneof("payload")

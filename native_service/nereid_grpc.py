@@ -21,6 +21,8 @@ from nereid_backend.spec import ModelSpec
 
 SERVICE = "inference.Nereid"
 
+_CANCELLATION_LAG_S = 0.005
+
 
 class NereidService:
     """The three calls of ``inference.Nereid`` for the models of one Triton."""
@@ -86,6 +88,9 @@ class NereidService:
                 reader.receive(parsed(inference_pb2.CheckpointRequest, message))
                 if not reader.needs_input:
                     break
+            if not reader.has_ended:
+                # To gRPC a client that went looks like one that closed its side, until the cancellation follows.
+                await asyncio.sleep(_CANCELLATION_LAG_S)
             return reader.finish()
         except (NereidError, asyncio.CancelledError) as error:
             if reader.model is not None:

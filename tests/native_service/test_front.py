@@ -423,6 +423,32 @@ def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting:
     asyncio.run(scenario())
 
 
+def test_a_watcher_of_health_is_told_of_every_change(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        answers = health_pb2.HealthCheckResponse
+        async with fronting(spec()) as service:
+            stub = health_pb2_grpc.HealthStub(service.channel)
+            server, model = (stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "guest"))
+
+            async def told(watch: Any) -> int:
+                return (await asyncio.wait_for(watch.read(), 5)).status
+
+            assert (await told(server), await told(model)) == (answers.SERVING, answers.SERVICE_UNKNOWN)
+            await service.front.set_models([Admitted(spec(), 2), Admitted(spec("guest"), 2)])
+            assert await told(model) == answers.SERVING
+            await service.front.set_models([Admitted(spec(), 2)])
+            assert await told(model) == answers.SERVICE_UNKNOWN
+            await service.front.set_models([Admitted(spec(), 2), Admitted(spec("guest"), 2)])
+            assert await told(model) == answers.SERVING
+            stopping = asyncio.create_task(service.front.stop())
+            assert (await told(server), await told(model)) == (answers.NOT_SERVING, answers.NOT_SERVING)
+            for watch in (server, model):
+                watch.cancel()
+            await stopping
+
+    asyncio.run(scenario())
+
+
 def test_a_dead_envoy_is_started_again_at_the_same_address(fronting: Fronting, spec: Spec) -> None:
     async def scenario() -> None:
         async with fronting(spec()) as service:

@@ -5,6 +5,7 @@ Case numbers are those of the nereid facts (section 8); the models are made here
 
 from __future__ import annotations
 
+import http.client
 import os
 import queue
 import random
@@ -22,17 +23,21 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto, helper, save
+from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
+
+from native_service.proto import inference_pb2 as pb
 
 pytestmark = pytest.mark.triton
 
 R16 = np.arange(16, dtype=np.float32)
 A, B = np.array([[1, 2, 3, 4]], np.float32), np.array([[10, 20, 30, 40]], np.float32)
 FULL = "model queue full, retry later"
-MODELS = ("adder", "whole", "multi", "single", "recurrent")
+MODELS = ("adder", "whole", "multi", "single", "counted", "idle-model_1.0", "recurrent")
 
 
 def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], str]], element: int, size: int) -> None:
@@ -81,7 +86,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write(models / "single.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
     write_recurrent(models / "recurrent.onnx")
     entry = "  - {{name: {}, device: cpu, queue_capacity: {}, options: {{max_batch_size: 10}}}}\n"
-    capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1}
+    for name in ("counted", "idle-model_1.0"):
+        write(models / f"{name}.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
+    capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1, "counted": 16, "idle-model_1.0": 16}
     (folder / "nereid.yaml").write_text(
         "server: {bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}\nmodels:\n"
         + "".join(entry.format(name, capacity) for name, capacity in capacities.items())
@@ -335,37 +342,161 @@ def stopped(served: Served, model: str) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def metrics(served: Served) -> dict[str, float]:
-    """Every series and its value, after checking that none comes twice."""
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def metrics(served: Served) -> Series:
+    """Every series by name and labels, as Prometheus' own parser reads them; none comes twice."""
     with urllib.request.urlopen(f"http://{served.state['http']}/metrics", timeout=10) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
-    series = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-    assert len(series) == len(lines)
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    series = {
+        (sample.name.removesuffix("_total"), tuple(sorted(sample.labels.items()))): sample.value for sample in samples
+    }
+    assert len(series) == len(samples)
     return series
 
 
+def of_model(series: Series, model: str) -> dict[str, float]:
+    """The series of one model, by the end of their name or, for failures, by their reason."""
+    found = {}
+    for (name, labels), value in series.items():
+        label = dict(labels)
+        if label.get("model") == model:
+            assert label["version"] == "1"
+            found[label.get("reason", name.removeprefix("nv_inference_"))] = value
+    return found
+
+
 def refusals(served: Served, model: str) -> float:
-    return metrics(served)[f'nv_inference_request_failure{{model="{model}",reason="REJECTED",version="1"}}']
+    return of_model(metrics(served), model)["REJECTED"]
 
 
-def test_m1_m4_each_request_counts_once_and_unknown_models_nowhere(served: Served, client: Any) -> None:
-    def counts() -> dict[str, float]:
-        found = metrics(served)
-        names = ("request_success", "count", "exec_count")
-        return {name: found[f'nv_inference_{name}{{model="multi",version="1"}}'] for name in names}
+COUNTERS = {
+    *(
+        "request_success",
+        "count",
+        "exec_count",
+        "request_duration_us",
+        "queue_duration_us",
+        "compute_input_duration_us",
+    ),
+    *("compute_infer_duration_us", "compute_output_duration_us", "OTHER", "BACKEND", "CANCELED", "REJECTED"),
+}
 
-    before = counts()
-    infer(client, "multi", a=np.repeat(A, 2, 0), b=np.repeat(B, 2, 0))
-    code_of(lambda: client.infer("nobody", [input_tensor("input", A)]))
-    after = counts()
-    assert {name: after[name] - before[name] for name in after} == {"request_success": 1, "count": 2, "exec_count": 1}
-    assert not [name for name in metrics(served) if "nobody" in name]
+
+def test_m4_m6_every_series_of_every_model_is_there_before_its_first_call(served: Served) -> None:
+    series = metrics(served)
+    assert {dict(labels)["model"] for _, labels in series if "model" in dict(labels)} == set(MODELS)
     for model in MODELS:
-        assert f'nv_inference_request_success{{model="{model}",version="1"}}' in metrics(served)
+        assert of_model(series, model).keys() == COUNTERS | {"pending_request_count"}
+    assert of_model(series, "idle-model_1.0") == dict.fromkeys([*COUNTERS, "pending_request_count"], 0)
+
+
+@pytest.mark.parametrize("surface", ["KServe", "KServe without the batch dimension", "Checkpoint"])
+def test_m1_each_request_counts_once_and_unknown_models_nowhere(served: Served, client: Any, surface: str) -> None:
+    rows = np.arange(32, dtype=np.float32).reshape(2, 16)
+
+    def ask(model: str, array: np.ndarray) -> None:
+        if surface == "Checkpoint":
+            checkpoint(served, [meta(model), chunk(list(array.shape), array.tobytes())])
+        else:
+            client.infer(model, [input_tensor("input", array)])
+
+    before = metrics(served)
+    ask("counted", rows if surface != "KServe without the batch dimension" else rows[0])
+    for model, array in (("counted", rows[0, :15]), ("nobody", rows)):
+        with pytest.raises((InferenceServerException, grpc.RpcError)):
+            ask(model, array)
+    expected = {"request_success": 1, "count": len(rows), "exec_count": 1, "OTHER": 1}
+    if surface == "KServe without the batch dimension":
+        expected["count"] = 1
+    deadline = time.monotonic() + 5
+    while True:  # Envoy counts a little after it has answered
+        after = metrics(served)
+        old, new = of_model(before, "counted"), of_model(after, "counted")
+        changed = {name: new[name] - old[name] for name in new if new[name] != old[name]}
+        durations = {name: changed.pop(name) for name in list(changed) if name.endswith("_us")}
+        if changed == expected or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert changed == expected
+    assert durations["request_duration_us"] >= durations["compute_infer_duration_us"] > 0
+    assert new["pending_request_count"] == 0
+    assert after.keys() == before.keys()
+
+
+def test_m5_the_pending_count_is_never_below_0(served: Served, client: Any) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(infer, client, "adder", input=R16[None]) for _ in range(200)]
+        while not all(each.done() for each in work):
+            assert of_model(metrics(served), "adder")["pending_request_count"] >= 0
+
+
+def test_a_client_that_goes_before_its_tensor_is_whole_counts_as_canceled(served: Served) -> None:
+    before = of_model(metrics(served), "counted")
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        going = threading.Event()
+
+        def messages() -> Iterator[Any]:
+            yield meta("counted")
+            yield chunk([16], R16.tobytes()[:32], end=False)
+            going.wait()
+
+        call = channel.stream_stream("/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString)(messages())
+        time.sleep(0.3)
+        call.cancel()
+        going.set()
+    deadline = time.monotonic() + 5
+    while of_model(metrics(served), "counted") == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert of_model(metrics(served), "counted") == {**before, "CANCELED": before["CANCELED"] + 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v2/health/live", 200),
+        ("/v2/health/ready", 200),
+        ("/v2/models/adder/ready", 200),
+        ("/v2/models/adder/versions/1/ready", 200),
+        ("/v2/models/adder/versions/2/ready", 400),
+        ("/v2/models/nobody/ready", 400),
+        ("/v2/models/nobody/versions/1/ready", 400),
+        ("/v2/models/adder", 404),
+        ("/v2/models/adder/infer", 404),
+        ("/", 404),
+    ],
+)
+def test_m7_each_path_has_its_status(served: Served, path: str, status: int) -> None:
+    connection = http.client.HTTPConnection(served.state["http"], timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert answer.read() == b"" or status == 404
+    connection.close()
+
+
+def test_health_is_told_for_the_server_its_services_and_its_models(served: Served) -> None:
+    names = ("", "inference.Nereid", "inference.GRPCInferenceService", *MODELS)
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in names:
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+            watch = health.Watch(request, timeout=5)
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            watch.cancel()
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()
 
 
 def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Served, client: Any) -> None:
-    assert refusals(served, "multi") == 0
     before = refusals(served, "single")
     outcomes: list[Any] = []
 
@@ -392,7 +523,11 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
     for thread in threads:
         thread.join(10)
     assert outcomes[1:] == [[(R16 + 1).tolist()]]
+    deadline = time.monotonic() + 5
+    while refusals(served, "single") != before + 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert refusals(served, "single") == before + 3
+    assert refusals(served, "multi") == 0
 
 
 def test_the_permit_comes_back_whatever_way_the_call_ends(served: Served, client: Any) -> None:
