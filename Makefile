@@ -31,6 +31,8 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
+	$(BIN)/python tests/bench/memory.py
+	$(BIN)/python tests/endings.py
 	$(BIN)/python tests/bench/coalescing.py
 
 clean:

@@ -5,20 +5,19 @@ Case numbers are those of the nereid facts (section 8); the models are made here
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-import os
 import queue
-import random
-import signal
+import statistics
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import endings
 import grpc
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ import tritonclient.grpc as tritonclient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto, helper, save
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of, tensors_of
+from serving import Served, checkpoint, chunk, input_tensor, meta, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.triton
 R16 = np.arange(16, dtype=np.float32)
 A, B = np.array([[1, 2, 3, 4]], np.float32), np.array([[10, 20, 30, 40]], np.float32)
 FULL = "model queue full, retry later"
-MODELS = ("adder", "whole", "multi", "single", "counted", "idle-model_1.0", "recurrent")
+MODELS = ("adder", "whole", "multi", "single", "counted", "idle-model_1.0", "slow", "recurrent")
 
 
 def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], str]], element: int, size: int) -> None:
@@ -84,11 +83,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     both = [("Add", ["a", "b"], "sum"), ("Mul", ["a", "b"], "prod")]
     write(models / "multi.onnx", {"a": 4, "b": 4}, both, TensorProto.FLOAT, 4)
     write(models / "single.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
+    endings.write_slow(models / "slow.onnx")
     write_recurrent(models / "recurrent.onnx")
     entry = "  - {{name: {}, device: cpu, queue_capacity: {}, options: {{max_batch_size: 10}}}}\n"
     for name in ("counted", "idle-model_1.0"):
         write(models / f"{name}.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
     capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1, "counted": 16, "idle-model_1.0": 16}
+    capacities["slow"] = endings.CAPACITY
     (folder / "nereid.yaml").write_text(
         "server: {bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}\nmodels:\n"
         + "".join(entry.format(name, capacity) for name, capacity in capacities.items())
@@ -328,20 +329,6 @@ def test_k23_a_stream_survives_a_bad_request(client: Any) -> None:
     assert "unexpected shape for input 'input' for model 'adder'" in str(second)
 
 
-@contextmanager
-def stopped(served: Served, model: str) -> Iterator[None]:
-    """The process of ``model`` stands still: its calls run for as long as the test likes."""
-    ending = f"/{model}/1/model.py\0".encode()
-    (pid,) = (
-        pid for pid in served.descendants() if ending in (Path("/proc") / str(pid) / "cmdline").read_bytes()
-    )  # fmt: skip
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -506,7 +493,7 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
         except InferenceServerException as error:
             outcomes.append(str(error))
 
-    with stopped(served, "single"):
+    with endings.stopped(served, "single"):
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -530,30 +517,28 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
     assert refusals(served, "multi") == 0
 
 
-def test_the_permit_comes_back_whatever_way_the_call_ends(served: Served, client: Any) -> None:
-    good, bad = input_tensor("input", R16[None]), input_tensor("input", R16[None, :15])
+def test_the_permits_come_back_whatever_way_the_calls_end(served: Served) -> None:
+    async def scenario() -> None:
+        address = served.state["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            calls = endings.Endings(channel, address, "slow", seed=0)
+            await calls.run(150, killed_clients=2)
+            assert calls.outcomes.total() == 150
+            assert calls.outcomes.keys() >= {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "KILLED"}
+            assert await endings.until_full(channel, served, "slow") == endings.CAPACITY
 
-    def one(number: int) -> None:
-        with suppress(InferenceServerException, grpc.RpcError):
-            if number % 4 == 0:
-                client.infer("single", [bad])
-            elif number % 4 == 1:
-                client.infer("single", [good], client_timeout=random.uniform(0.0005, 0.02))
-            elif number % 4 == 2:
-                call = client.async_infer("single", [good], callback=lambda result, error: None)
-                time.sleep(random.uniform(0, 0.003))
-                call.cancel()
-            else:
-                checkpoint(served, [meta("single"), chunk([16], R16.tobytes())])
+    asyncio.run(scenario())
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(400)))
-    deadline = time.monotonic() + 10
-    while True:
-        # What was cancelled last may still be running in the model.
-        with suppress(grpc.RpcError):
-            answer = tensor_of(checkpoint(served, [meta("single"), chunk([16], R16.tobytes())]))
-            break
-        assert time.monotonic() < deadline, "the permit did not come back"
-        time.sleep(0.05)
-    assert answer == ([1, 16], (R16 + 1).tobytes())
+
+def test_a_refusal_comes_sooner_than_the_model_could_have_run(served: Served) -> None:
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(served.state["address"]) as channel:
+            call, times = channel.unary_unary(endings.INFER), []
+            for _ in range(20):
+                started = time.perf_counter()
+                await call(endings.infer_request("slow"))
+                times.append((time.perf_counter() - started) * 1e3)
+            refusals = await endings.refusal_times_ms(channel, served, "slow", 100)
+            assert statistics.median(refusals) < statistics.median(times)
+
+    asyncio.run(scenario())
