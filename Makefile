@@ -29,11 +29,8 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 	$(VENV)-numpy2/bin/python -m pytest $(BOTH_NUMPYS)
 
 bench: $(VENV)/.test
-	$(BIN)/python tests/bench/overhead.py
-	$(BIN)/python tests/bench/front.py
-	$(BIN)/python tests/bench/memory.py
-	$(BIN)/python tests/endings.py
-	$(BIN)/python tests/bench/coalescing.py
+	missed=0; for each in bench/overhead.py bench/front.py bench/memory.py endings.py; do \
+		$(BIN)/python tests/$$each || missed=1; done; exit $$missed
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles
