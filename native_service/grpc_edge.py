@@ -31,7 +31,7 @@ class Inference:
 
     def __init__(self, channel: Any, refusals: Refusals) -> None:
         """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
-        self._refusals = refusals
+        self.refusals = refusals
         method = "/inference.GRPCInferenceService/ModelInfer"
         self._infer = channel.unary_unary(
             method,
@@ -59,7 +59,7 @@ class Inference:
         left: float | None = context.time_remaining()
         if left is not None and left < _SHORTEST_DEADLINE_S:
             error = DeadlineExceeded("the deadline leaves no time to run the model")
-            self._refusals.add(model, error)
+            self.refusals.add(model, error)
             raise error
         return left
 

@@ -22,13 +22,13 @@ class HttpEndpoints:
         self,
         bind: Address,
         *,
-        models: Callable[[], Collection[str]],
+        models: Collection[str],
         is_ready: Callable[[], Awaitable[bool]],
         metrics: str,
         failed: Callable[[], Awaitable[Failed]],
     ) -> None:
-        """``models`` are those served now, ``is_ready`` tells whether calls would be answered; ``metrics`` is Triton's
-        metrics ``host:port``; ``failed`` counts the calls that Triton does not."""
+        """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
+        Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not."""
         self._bind = bind
         self._models = models
         self._is_ready = is_ready
@@ -72,7 +72,7 @@ class HttpEndpoints:
         return web.Response(status=200 if await self._is_ready() else 400)
 
     async def _model_ready(self, request: web.Request) -> web.Response:
-        known = request.match_info["model"] in self._models() and request.match_info.get("version", "1") == "1"
+        known = request.match_info["model"] in self._models and request.match_info.get("version", "1") == "1"
         return web.Response(status=200 if known and await self._is_ready() else 400)
 
     async def _metrics(self, _request: web.Request) -> web.Response:

@@ -13,7 +13,6 @@ from native_service.checkpoint import Budget, CheckpointReader, output_chunks
 from native_service.envoy_config import KSERVE
 from native_service.grpc_edge import Inference, errors_told, parsed, unary
 from native_service.infer_messages import read_outputs
-from native_service.metrics import Refusals
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
 from nereid_backend.errors import EngineError, NereidError, OverLimit
@@ -27,10 +26,9 @@ _CANCELLATION_LAG_S = 0.005
 class NereidService:
     """The three calls of ``inference.Nereid`` for the models of one Triton."""
 
-    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits, refusals: Refusals) -> None:
-        """The order of ``models`` is the order of ViewModels; ``refusals`` counts what never asks for a permit."""
+    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits) -> None:
+        """The order of ``models`` is the order of ViewModels."""
         self.set_models(models)
-        self._refusals = refusals
         self._inference = inference
         self._limits = limits
         self._budget = Budget(limits.max_buffered_bytes)
@@ -94,7 +92,7 @@ class NereidService:
             return reader.finish()
         except (NereidError, asyncio.CancelledError) as error:
             if reader.model is not None:
-                self._refusals.add(reader.model.name, error)
+                self._inference.refusals.add(reader.model.name, error)
             raise
 
     def _check_size(self, message: bytes) -> None:

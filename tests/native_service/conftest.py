@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from native_service.metrics import Refusals
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Limits, ServerSettings
+from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec, TensorSpec
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -152,7 +153,7 @@ async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncItera
         refusals = Refusals()
         inference = Inference(back.channel, refusals)
         handlers = (
-            NereidService(specs, inference, limits, refusals).handler,
+            NereidService(specs, inference, limits).handler,
             KServeService(specs, inference, back.channel, back.is_ready).handler,
         )
         native = NativeServer(handlers, [spec.name for spec in specs], limits.max_request_bytes)
@@ -180,7 +181,8 @@ class Fronted:
     async def failures(self) -> dict[tuple[str, str], float]:
         """By model and reason, what would be shown where Triton has counted nothing; zeros are left out."""
         failed = await self.front.failed()
-        cells = [(model, reason) for model in self.front.models() for reason in metrics.REASONS]
+        models = {model for model, _ in (*failed.by_status, *failed.by_reason)}
+        cells = [(model, reason) for model in models for reason in metrics.REASONS]
         return {cell: count for cell in cells if (count := failed.beside(*cell, 0))}
 
 
@@ -202,6 +204,27 @@ async def fronted(
                 await front.stop()
     finally:
         run.close()
+
+
+class FakeFront:
+    """What a catalogue asks of the front: keeps the capacity of each model it was told to serve, or refuses to."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, int] = {}
+        self.refuses = False
+
+    async def start(self, models: Sequence[Admitted], _server: Any, _control: Any) -> None:
+        await self.set_models(models)
+
+    async def set_models(self, models: Sequence[Admitted]) -> None:
+        if self.refuses:
+            raise EnvoyUnavailable("no such luck")
+        self.models = {model.spec.name: model.capacity for model in models}
+
+
+@pytest.fixture
+def front() -> FakeFront:
+    return FakeFront()
 
 
 @pytest.fixture

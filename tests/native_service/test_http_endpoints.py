@@ -38,7 +38,7 @@ async def endpoints(ready: bool = True) -> AsyncIterator[tuple[Address, web.AppR
         return Failed({("m", 8): 2}, {})
 
     metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
-    served = HttpEndpoints(LOOPBACK, models=lambda: ["m"], is_ready=is_ready, metrics=metrics_address, failed=failed)
+    served = HttpEndpoints(LOOPBACK, models=["m"], is_ready=is_ready, metrics=metrics_address, failed=failed)
     yield await served.start(), triton
     await served.stop()
     await triton.cleanup()
@@ -90,7 +90,7 @@ def test_a_port_somebody_has_is_one_message() -> None:
         async with endpoints() as (address, _):
             second = HttpEndpoints(
                 address,
-                models=list,
+                models=[],
                 is_ready=lambda: asyncio.sleep(0, True),
                 metrics="127.0.0.1:1",
                 failed=lambda: asyncio.sleep(0, Failed({}, {})),
