@@ -45,9 +45,11 @@ def command(
     A SOURCE that is none of these itself stands for the models directly below it.
     """
     from converters.convert import model_name
+    from converters.discover import calls_of
 
     signal.signal(signal.SIGTERM, _leave)
     found = [model for source in sources for model in _found(source)]
+    found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
     if name is not None and len(found) != 1:
         raise click.UsageError(f"--name needs exactly one model, found {len(found)}")
     names = [model_name(model) for model in found]
