@@ -103,7 +103,9 @@ class ModelControl:
 
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
         """Keep up with the folder, and with the list of models that ``reread`` gives, until cancelled."""
-        async with aclosing(settled(self._settings.server.folder)) as views:
+        folder = self._settings.server.folder
+        is_a_model = any(source.path == folder for source, *_ in self._tried.values())
+        async with aclosing(settled(folder, as_one=is_a_model)) as views:
             async for view in views:
                 if reread is not None:
                     self._read_again(reread)

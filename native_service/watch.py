@@ -25,8 +25,8 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 """Of each file: its path inside the entry, size in bytes, time of change in ns, inode."""
 
 
-async def settled(folder: Path) -> AsyncGenerator[Mapping[str, Fingerprint], None]:
-    """The entries of ``folder`` by name, whenever they may have changed.
+async def settled(folder: Path, *, as_one: bool = False) -> AsyncGenerator[Mapping[str, Fingerprint], None]:
+    """The entries of ``folder`` by name, whenever they may have changed; ``as_one`` is the folder as the only entry.
 
     An entry in motion is given as it stood before, or not at all when it is new; one that is gone twice is left out.
     Nothing is told while the folder cannot be read.
@@ -36,7 +36,7 @@ async def settled(folder: Path) -> AsyncGenerator[Mapping[str, Fingerprint], Non
     async for _ in _ticks(folder):
         while True:
             try:
-                now = await asyncio.to_thread(scan, folder)
+                now = await asyncio.to_thread(scan, folder, as_one=as_one)
             except OSError as error:
                 _LOG.warning("%s cannot be read (%s); what is served stays", folder, error.strerror)
                 break
@@ -51,8 +51,10 @@ async def settled(folder: Path) -> AsyncGenerator[Mapping[str, Fingerprint], Non
             await asyncio.sleep(_SETTLE_S)
 
 
-def scan(folder: Path) -> dict[str, Fingerprint]:
-    """The visible entries of ``folder``. Raises OSError when it cannot be listed."""
+def scan(folder: Path, *, as_one: bool = False) -> dict[str, Fingerprint]:
+    """The visible entries of ``folder``, or itself. Raises OSError when it cannot be listed."""
+    if as_one:
+        return {folder.name: fingerprint(folder)} if folder.exists() else {}
     return {entry.name: fingerprint(Path(entry)) for entry in os.scandir(folder) if not _is_hidden(entry.name)}
 
 

@@ -17,27 +17,17 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
-from onnx import TensorProto, helper, save
-from serving import Served, alive, input_tensor
+from onnx import TensorProto
+from serving import Served, alive, input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
+
+from converters import weights
+from nereid_backend.cache import cache_folder
 
 pytestmark = pytest.mark.triton
 
 ROW = np.arange(4, dtype=np.float32)[None]
 WAIT_S = 60
-
-
-def write_adder(path: Path, amount: float = 1.0, dtype: int = TensorProto.FLOAT) -> None:
-    """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
-    tensors = [helper.make_tensor_value_info(name, dtype, ["n", 4]) for name in ("input", "output")]
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["input", "amount"], ["output"])],
-        "adder",
-        tensors[:1],
-        tensors[1:],
-        [helper.make_tensor("amount", dtype, [1], [amount])],
-    )
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
 class Live:
@@ -178,7 +168,9 @@ def test_only_what_the_settings_list_can_be_loaded_and_unloaded(tmp_path: Path) 
         client.unload_model("adder")
         client.unload_model("adder")
         assert (serving.names(), client.is_server_ready()) == ([], True)
-        client.load_model("adder")
+        with pytest.raises(InferenceServerException):
+            client.load_model("adder", client_timeout=0.05)
+        serving.until(lambda: serving.amount() == 1)  # though whoever asked for it has gone
         client.load_model("adder")
         assert serving.amount() == 1
 
@@ -203,7 +195,7 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
 
         def stop_the_new_one() -> None:
             while not (new := stubs(serving.served, "adder") - old):
-                time.sleep(0.002)
+                time.sleep(0.005)
             os.kill(new.pop(), signal.SIGSTOP)
 
         with ThreadPoolExecutor(1) as pool:
@@ -215,6 +207,12 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
         serving.client.load_model("adder")
         assert serving.amount() == 2
         assert failures == []
+        # At the end of the test a load hangs again: that does not keep the server from stopping.
+        write_adder(serving.models / "adder.onnx", 3)
+        old = stubs(serving.served, "adder")
+        with suppress(InferenceServerException):
+            serving.client.load_model("adder", client_timeout=0.5)
+        stop_the_new_one()
 
 
 def test_a_folder_is_followed(tmp_path: Path) -> None:
@@ -237,6 +235,46 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
         write_adder(models / "adder.onnx", 3)
         serving.until(lambda: serving.amount() == 3)
         assert failures == []
+
+
+def write_doubling_bundle(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "manifest.yaml").write_text(
+        """
+        format_version: "2.1"
+        executable_inputs: [{name: x, dtype: f32, shape: cn, dims: {c: 4}}]
+        executable_outputs: [{name: y, dtype: f32, shape: cn, dims: {c: 4}}]
+        batching: {compiled_batch_sizes: [1, 2]}
+        """
+    )
+    weights.write(folder / "weights.safetensors", {}, {"argument_order": "[]", "axis_order": weights.PROGRAM_ORDER})
+    for size in (1, 2):
+        rows = f"tensor<{size}x4xf32>"
+        body = f"%y = stablehlo.add %x, %x : {rows}\n  return %y : {rows}"
+        (folder / f"model.b{size}.mlir").write_text(f"func.func @main(%x: {rows}) -> {rows} {{\n  {body}\n}}\n")
+
+
+def test_a_renamed_bundle_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="the jax extra is not installed in this interpreter")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / "triton").symlink_to(cache_folder() / "triton")  # the server itself need not be fetched again
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(cache))
+
+    def programs() -> set[str]:
+        kept = (path for path in cache.glob("*/*") if path.parent.name not in ("run", "triton"))
+        return {path.name for path in kept if not path.name.endswith("-atime")}
+
+    with live(tmp_path, watch=True) as serving:
+        assert programs() == set()
+        write_doubling_bundle(serving.models / "prod")
+        serving.until(lambda: serving.names() == ["prod"])
+        compiled = programs()
+        assert len(compiled) >= 2
+        (serving.models / "prod").rename(serving.models / "old")
+        serving.until(lambda: serving.names() == ["old"])
+        assert serving.client.infer("old", [input_tensor("x", ROW)]).as_numpy("y").tolist() == (2 * ROW).tolist()
+        assert programs() == compiled
 
 
 def test_a_model_that_is_still_being_written_is_left_alone(tmp_path: Path) -> None:
@@ -325,6 +363,20 @@ def test_a_listed_meta_model_brings_its_callees_and_takes_them_along(tmp_path: P
         assert serving.amount("adder") == 1
         code, text = code_of(lambda: serving.client.unload_model("adder"))
         assert (code, text) == ("FAILED_PRECONDITION", "model 'adder' is called by twice; unload that first")
+
+
+def test_one_bundle_is_followed_too(tmp_path: Path) -> None:
+    bundle = tmp_path / "alone"
+    bundle.mkdir()
+    write_adder(bundle / "model.onnx")
+    (bundle / "model_inference.textproto").write_text("input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 8\n")
+    served = Served(tmp_path, str(bundle), "--bind", "127.0.0.1:0", "--watch")
+    serving = Live(served, bundle)
+    assert serving.amount("alone") == 1
+    write_adder(bundle / "model.onnx", 2)
+    serving.until(lambda: serving.amount("alone") == 2)
+    serving.client.close()
+    assert served.end()[0] == 0
 
 
 def test_a_folder_may_be_empty_or_broken_at_the_start_of_watching(tmp_path: Path) -> None:
