@@ -34,9 +34,8 @@ thorough: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
 
 bench: $(VENV)/.test
-	$(BIN)/python tests/bench/overhead.py
-	$(BIN)/python tests/bench/front.py
-	$(BIN)/python tests/bench/coalescing.py
+	missed=0; for each in bench/overhead.py bench/front.py bench/memory.py endings.py; do \
+		$(BIN)/python tests/$$each || missed=1; done; exit $$missed
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

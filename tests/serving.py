@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import signal
 import subprocess
@@ -98,19 +99,29 @@ def meta(model: str) -> Any:
     return pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=model))
 
 
-def chunk(shape: list[int], data: bytes, *, end: bool = True) -> Any:
-    return pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=data, end_of_tensor=end))
+def chunk(shape: list[int], data: bytes, *, end: bool = True, name: str = "") -> Any:
+    return pb.CheckpointRequest(chunk=pb.TensorChunk(tensor_name=name, shape=shape, data=data, end_of_tensor=end))
 
 
-def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
-    """The output and its bytes, after checking that the parts come in their order."""
+def tensors_of(responses: list[Any]) -> dict[str, tuple[list[int], bytes]]:
+    """The outputs and their bytes, after checking that the parts come in their order."""
     kinds = ["output" if r.HasField("output_chunk") else "done" if r.done else "text" for r in responses]
     assert kinds == ["text", *["output"] * (len(kinds) - 2), "done"]
     assert responses[-1].exit_code == 0
-    chunks = [r.output_chunk for r in responses[1:-1]]
-    assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
-    assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
-    return list(chunks[0].shape), b"".join(c.data for c in chunks)
+    tensors = {}
+    for name, group in itertools.groupby((r.output_chunk for r in responses[1:-1]), lambda chunk: chunk.tensor_name):
+        chunks = list(group)
+        assert name not in tensors
+        assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
+        assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
+        tensors[name] = (list(chunks[0].shape), b"".join(c.data for c in chunks))
+    return tensors
+
+
+def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
+    """The only output and its bytes."""
+    [tensor] = tensors_of(responses).values()
+    return tensor
 
 
 def input_tensor(name: str, array: np.ndarray) -> Any:
