@@ -131,15 +131,15 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     return tensor
 
 
-def write_adder(path: Path, amount: float = 1.0) -> None:
+def write_adder(path: Path, amount: float = 1.0, dtype: int = TensorProto.FLOAT) -> None:
     """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
-    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("input", "output")]
+    tensors = [helper.make_tensor_value_info(name, dtype, ["n", 4]) for name in ("input", "output")]
     graph = helper.make_graph(
         [helper.make_node("Add", ["input", "amount"], ["output"])],
         "adder",
         tensors[:1],
         tensors[1:],
-        [helper.make_tensor("amount", TensorProto.FLOAT, [1], [amount])],
+        [helper.make_tensor("amount", dtype, [1], [amount])],
     )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
