@@ -33,7 +33,7 @@ def read(directory: Path, name: str, device: str) -> Prepared:
     manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(hooks))
     _refuse_unsupported(manifest, hooks)
     files = find_modules(directory, manifest)
-    weights = bundle_weights.read(directory / manifest.weights_file)
+    weights, notes = bundle_weights.in_use(directory, manifest.weights_file)
     modules = {size: stablehlo.read_module(path) for size, path in files.items()}
     inputs = tuple(tensor.spec() for tensor in manifest.executable_inputs)
     outputs = tuple(tensor.spec() for tensor in manifest.executable_outputs)
@@ -57,7 +57,7 @@ def read(directory: Path, name: str, device: str) -> Prepared:
     )
     sources: dict[str, Source] = {path.name: path for path in files.values()}
     sources[DEFAULT_WEIGHTS_FILE] = weights.writer() if weights.needs_transpose else weights.path
-    prepared = Prepared(spec, sources)
+    prepared = Prepared(spec, sources, notes)
     return _with_rows_checked(prepared) if coalesce else prepared
 
 
@@ -83,7 +83,7 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
         return prepared
     spec = replace(spec, coalesce=False, max_batch_size=0)
     note = f"requests run one by one, without padding, at exactly {list(spec.batch_sizes)} rows: {problem}"
-    return Prepared(spec, prepared.files, (note,))
+    return Prepared(spec, prepared.files, (*prepared.notes, note))
 
 
 def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:

@@ -19,6 +19,7 @@ from nereid_backend.errors import NereidError
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
 
@@ -110,7 +111,7 @@ def _log_to_stderr(verbose: bool) -> None:
 def main() -> None:
     """Entry point of the command."""
     try:
-        nereid(prog_name="nereid")
+        nereid(prog_name="nereid", obj="isolated")
     except NereidError as error:
         for line in str(error).splitlines():
             click.echo(f"error: {line}", err=True)
