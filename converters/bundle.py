@@ -74,7 +74,8 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
         for name, source in prepared.files.items():
             place(source, Path(scratch) / name, link=True)
         # On the CPU: a bundle may be converted on another machine than it is served on.
-        engine = engine_class(spec.engine).load(replace(spec, device="cpu"), Path(scratch))
+        tried = tuple(program for program in spec.programs if program.batch_size in (1, size))
+        engine = engine_class(spec.engine).load(replace(spec, device="cpu", programs=tried), Path(scratch))
         try:
             problem = rows.dependence(engine, spec, size, spec.outputs)
         finally:
