@@ -7,7 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 SOURCES := nereid_backend converters native_service tests
 # What must hold on both numpy generations.
-BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py
+BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py \
+	tests/nereid_backend/test_executor.py tests/converters/test_bundles_on_triton.py
 
 .PHONY: install demo serve test lint bench clean
 
@@ -30,6 +31,7 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
+	$(BIN)/python tests/bench/coalescing.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

@@ -29,6 +29,8 @@ ISOLATED = "isolated"
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:<index>.")
 @click.option("--backend", help="Kind of a nereid folder that matches several: torch, onnx, ...")
 @click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare .onnx with a symbolic first axis.")
+@click.option("--batch-sizes", type=click.Choice(["all", "largest"]), default="all", show_default=True,
+              help="Which compiled batch sizes of a bundle to serve.")  # fmt: skip
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
 def command(
@@ -38,6 +40,7 @@ def command(
     device: str,
     backend: str | None,
     max_batch_size: int | None,
+    batch_sizes: str,
     link: bool,
     force: bool,
 ) -> None:
@@ -59,6 +62,7 @@ def command(
         "device": device,
         "backend": backend,
         "max_batch_size": max_batch_size,
+        "batch_sizes": batch_sizes,
         "link": link,
         "force": force,
     }

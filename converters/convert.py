@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from converters import bundle, folder, graph, repository
+from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
 from nereid_backend.engines import engine_class, parse_device
@@ -30,6 +31,7 @@ def prepare(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    batch_sizes: BatchSizes = "all",
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses."""
     parse_device(device)
@@ -44,12 +46,15 @@ def prepare(
     bare = source.is_file() and source.suffix == ".onnx"
     if max_batch_size is not None and not bare:
         raise BundleError("--max-batch-size applies to a bare .onnx file; a bundle or folder declares its own")
+    is_bundle = (source / MANIFEST_FILE).exists() and backend is None
+    if batch_sizes != "all" and not is_bundle:
+        raise BundleError("batch sizes can be chosen for bundles only; this model is none")
     if bare:
         return graph.read(source, name, device, max_batch_size)
     if source.is_file():
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or an .onnx file")
-    if (source / MANIFEST_FILE).exists() and backend is None:
-        return bundle.read(source, name, device)
+    if is_bundle:
+        return bundle.read(source, name, device, batch_sizes)
     return folder.read(source, name, device, backend)
 
 
@@ -68,11 +73,14 @@ def convert(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    batch_sizes: BatchSizes = "all",
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
     """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written."""
-    prepared = prepare(source, name=name, device=device, backend=backend, max_batch_size=max_batch_size)
+    prepared = prepare(
+        source, name=name, device=device, backend=backend, max_batch_size=max_batch_size, batch_sizes=batch_sizes
+    )
     repository.write(prepared, target, link=link, force=force)
     return prepared
 

@@ -78,9 +78,11 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
     if len(alone) != len(outputs):
         raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
     specs = tuple(_complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True))
-    if spec.max_batch_size < 2:
+    # A graph of several rows is padded even for a single one.
+    size = _rows_to_try(spec)
+    if size < 2:
         return Learned(specs, False)
-    problem = rows.dependence(engine, spec, _rows_to_try(spec), specs)
+    problem = rows.dependence(engine, spec, size, specs)
     return Learned(specs, problem is None, (f"requests run one by one: {problem}",) if problem else ())
 
 

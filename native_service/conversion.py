@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from native_service import processes
-from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
+from native_service.settings import DEFAULT_CAPACITY, DEFAULT_SIGNATURE, ModelSettings, Settings
 from nereid_backend.errors import BundleError, NereidError
 from nereid_backend.spec import ModelSpec
 
@@ -77,6 +77,11 @@ class Converter:
     async def convert(self, source: Source, repository: Path) -> ModelSpec:
         """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError."""
         model = source.settings
+        if model.signature != DEFAULT_SIGNATURE:
+            raise BundleError(
+                f"signature {model.signature!r} belongs to a TensorFlow SavedModel, which this version does not serve; "
+                "remove the key"
+            )
         answer = await self._ask(
             {
                 "do": "convert",
@@ -86,6 +91,7 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "batch_sizes": model.options.batch_sizes,
             }
         )
         return ModelSpec.from_json(answer["spec"])
@@ -171,6 +177,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        batch_sizes=request["batch_sizes"],
         link=True,
     )
     check_device(prepared.spec)

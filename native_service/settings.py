@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -113,6 +113,8 @@ class ModelOptions(_Section):
 
     max_batch_size: Annotated[int, Field(ge=0)] | None = None
     """For a bare .onnx file with a symbolic first axis."""
+    batch_sizes: Literal["all", "largest"] = "all"
+    """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
 
 
 class ModelSettings(_Section):
@@ -124,6 +126,7 @@ class ModelSettings(_Section):
     """Calls running and waiting together; one more is refused at once."""
     backend: NonBlank | None = None
     signature: NonBlank = DEFAULT_SIGNATURE
+    """Upstream's key for TensorFlow models; another value is refused when the model is converted."""
     options: ModelOptions = ModelOptions()
 
 

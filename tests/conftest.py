@@ -10,7 +10,11 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# For tests of what anyone may write: pytest --hypothesis-profile=thorough -k made_up
+hypothesis.settings.register_profile("thorough", max_examples=10_000, deadline=None)
 
 
 @pytest.fixture(scope="session", autouse=True)

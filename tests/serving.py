@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import tritonclient.grpc as tritonclient
+from tritonclient.grpc import service_pb2
 
 from native_service.proto import inference_pb2 as pb
 from nereid_backend import dtypes
@@ -114,3 +115,18 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     tensor = tritonclient.InferInput(name, list(array.shape), dtypes.by_numpy(array.dtype).kserve)
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
+    """One ModelInfer of raw bytes; ``inputs`` are datatype, shape and content by name."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, (datatype, shape, data) in inputs.items():
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(data)
+    with grpc.insecure_channel(address) as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelInferResponse.FromString,
+        )
+        return infer(request, **call)

@@ -9,6 +9,7 @@ usage: python engine_call.py [--pairs 40]
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def torchscript(folder: Path) -> list[tuple[str, Call, Call]]:
     cases = []
     for name, widths in (("linear 8-4", (8, 4)), ("mlp 784-512-512-10", (784, 512, 512, 10))):
         layers: list[Any] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
         path = folder / f"{len(widths)}.pt"
         torch.jit.save(torch.jit.script(torch.nn.Sequential(*layers[:-1])), str(path))
@@ -114,7 +115,7 @@ def onnx(folder: Path) -> list[tuple[str, Call, Call]]:
     for name, widths in (("linear 8-4", (8, 4)), ("mlp 784-512-512-10", (784, 512, 512, 10))):
         path = folder / f"{len(widths)}.onnx"
         nodes, constants, value = [], [], "x"
-        for place, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+        for place, (before, after) in enumerate(itertools.pairwise(widths)):
             for kind, shape in (("w", (before, after)), ("b", (after,))):
                 (array,) = programs.values([shape])
                 constants.append(onnx.numpy_helper.from_array(array, f"{kind}{place}"))

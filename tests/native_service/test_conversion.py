@@ -1,3 +1,4 @@
+import ast
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -22,8 +23,10 @@ from nereid_backend.spec import ModelSpec, TensorSpec
 def model_name(path):
     return path.stem
 
-def convert(source, target, *, name, device, backend, max_batch_size, link):
+def convert(source, target, *, name, device, **options):
     print("noise on stdout")
+    if name == "options":
+        raise ManifestError(repr(sorted(options.items())))
     if name == "crashes":
         print("last words", file=sys.stderr, flush=True)
         os.abort()
@@ -66,14 +69,14 @@ def run(scenario: Callable[[Converter], Coroutine[Any, Any, None]], timeout_s: f
     asyncio.run(inside())
 
 
-async def convert(converter: Converter, folder: Path, name: str, device: str = "cpu") -> ModelSpec:
-    model = ModelSettings(name=name, device=device, queue_capacity=1)
+async def convert(converter: Converter, folder: Path, name: str, device: str = "cpu", **keys: Any) -> ModelSpec:
+    model = ModelSettings(name=name, device=device, queue_capacity=1, **keys)
     return await converter.convert(Source(folder / name, model), folder.parent / "repository")
 
 
-async def problem(converter: Converter, folder: Path, name: str, device: str = "cpu") -> str:
+async def problem(converter: Converter, folder: Path, name: str, device: str = "cpu", **keys: Any) -> str:
     with pytest.raises(NereidError) as caught:
-        await convert(converter, folder, name, device)
+        await convert(converter, folder, name, device, **keys)
     return str(caught.value)
 
 
@@ -85,6 +88,23 @@ def test_a_model_s_failure_does_not_touch_the_next(folder: Path) -> None:
         assert await problem(converter, folder, "gpu", "cuda:0") == "no CUDA device 0 here"
         assert (await convert(converter, folder, "fine")).name == "fine"
         assert len((await convert(converter, folder, "large")).inputs) == 2000
+
+    run(scenario)
+
+
+def test_the_options_of_a_model_reach_its_conversion(folder: Path) -> None:
+    async def scenario(converter: Converter) -> None:
+        keys = {"backend": "onnx", "options": {"batch_sizes": "largest", "max_batch_size": 3}}
+        told = await problem(converter, folder, "options", **keys)
+        assert {("backend", "onnx"), ("batch_sizes", "largest"), ("max_batch_size", 3)} <= set(ast.literal_eval(told))
+
+    run(scenario)
+
+
+def test_a_signature_without_a_tensorflow_model_is_told(folder: Path) -> None:
+    async def scenario(converter: Converter) -> None:
+        assert "signature 'classify' belongs to" in await problem(converter, folder, "fine", signature="classify")
+        assert (await convert(converter, folder, "fine", signature="serving_default")).name == "fine"
 
     run(scenario)
 

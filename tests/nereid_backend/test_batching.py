@@ -55,7 +55,7 @@ def test_gathered_rows_split_back_into_the_requests_and_padding_is_zero(
         assert [(b.shape, b.dtype) for b in batch] == [(s.at_batch(total + padding), s.element.numpy) for s in specs]
         assert [bool(np.any(b[total:].astype(np.float32))) for b in batch] == [False] * len(specs)
         assert all(b.flags.c_contiguous for b in batch)
-        got = split(batch, rows)
+        got = split(batch, [0] * len(specs), rows)
         assert [[a.tobytes() for a in r] for r in got] == [[a.tobytes() for a in r] for r in requests]
         assert [[a.shape for a in r] for r in got] == [[a.shape for a in r] for r in requests]
 

@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from serving import input_tensor
-from tritonclient.grpc import service_pb2
+from serving import input_tensor, raw_infer
 from tritonclient.utils import InferenceServerException
 
 from converters import repository
@@ -61,20 +60,6 @@ def write_fake(
 
 def rows(name: str, dtype: str, *row_shape: int) -> TensorSpec:
     return TensorSpec(name, dtype, (-1, *row_shape), 0)
-
-
-def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=model)
-    for name, (datatype, shape, data) in inputs.items():
-        request.inputs.add(name=name, datatype=datatype, shape=shape)
-        request.raw_input_contents.append(data)
-    with grpc.insecure_channel(address) as channel:
-        infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelInferResponse.FromString,
-        )
-        return infer(request, **call)
 
 
 def infer(client: Any, model: str, output: str, **arrays: np.ndarray) -> np.ndarray:
