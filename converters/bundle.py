@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from converters import manifest as manifests
-from converters import rows
+from converters import meta, rows
 from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
 from converters.prepared import Prepared, Source, place
@@ -23,11 +24,12 @@ from nereid_backend.engines import engine_class, stablehlo
 from nereid_backend.engines.stablehlo import Argument, Module
 from nereid_backend.errors import BundleError, SignatureError
 from nereid_backend.spec import VARIABLE, ModelSpec, Program, TensorSpec, Weights
+from nereid_backend.user_code import USER_CODE
 
 BatchSizes = Literal["all", "largest"]
 """Which of the compiled batch sizes to serve; the largest alone loads faster and pads more."""
 
-JULIA_HOOKS, PYTHON_HOOKS = "model.jl", "hooks.py"
+JULIA_HOOKS, PYTHON_HOOKS = "model.jl", USER_CODE
 PLATFORM = "stablehlo"
 
 
@@ -40,11 +42,22 @@ class ModuleFile:
     sizes: Mapping[str, int]
 
 
-def read(directory: Path, name: str, device: str, batch_sizes: BatchSizes = "all") -> Prepared:
-    """Read and check a bundle. Raises a BundleError subclass, or EngineMissing without jax."""
+def read(
+    directory: Path,
+    name: str,
+    device: str,
+    batch_sizes: BatchSizes = "all",
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
+) -> Prepared:
+    """Read and check a bundle. Raises a BundleError subclass, or EngineMissing without jax.
+
+    ``callees`` holds, by name, the models that a meta model may call.
+    """
     hooks = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
     manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(hooks))
-    _refuse_unsupported(manifest, hooks)
+    if manifest.kind == "meta":
+        return meta.read(directory, name, manifest, callees)
+    _refuse_unsupported(hooks)
     files = find_modules(directory, manifest, batch_sizes)
     weights, notes = bundle_weights.in_use(directory, manifest.weights_file)
     modules = [stablehlo.read_module(file.path) for file in files]
@@ -109,9 +122,8 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
         return prepared
     spec = replace(prepared.spec, coalesce=False, max_batch_size=0)
     which = f"variant {list(variant)}: " if variant else ""
-    note = f"requests run one by one, without padding, at exactly {list(spec.batch_sizes)} rows: {which}{problem}"
-    others = [other for other in prepared.notes if other != _SIDEWAYS]
-    return Prepared(spec, prepared.files, (*others, note))
+    others = [note for note in prepared.notes if note != _SIDEWAYS]
+    return Prepared(spec, prepared.files, (*others, rows.kept_apart(spec, f"{which}{problem}")))
 
 
 def _dependence(spec: ModelSpec, directory: Path) -> str | None:
@@ -127,7 +139,7 @@ def _dependence(spec: ModelSpec, directory: Path) -> str | None:
         engine.close()
 
 
-def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:
+def _refuse_unsupported(hooks: list[str]) -> None:
     if JULIA_HOOKS in hooks:
         raise BundleError(
             "the bundle has Julia hooks (model.jl), which Python cannot run; remove model.jl and the client specs if "
@@ -135,8 +147,6 @@ def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:
         )
     if PYTHON_HOOKS in hooks:
         raise BundleError("the bundle has hooks.py; hooks are not supported by this version")
-    if manifest.kind == "meta":
-        raise BundleError("the bundle is a meta model; those are not supported by this version")
 
 
 def find_modules(directory: Path, manifest: Manifest, batch_sizes: BatchSizes = "all") -> list[ModuleFile]:

@@ -49,9 +49,11 @@ def command(
     A SOURCE that is none of these itself stands for the models directly below it.
     """
     from converters.convert import model_name
+    from converters.discover import calls_of
 
     signal.signal(signal.SIGTERM, _leave)
     found = [model for source in sources for model in _found(source)]
+    found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
     if name is not None and len(found) != 1:
         raise click.UsageError(f"--name needs exactly one model, found {len(found)}")
     names = [model_name(model) for model in found]
@@ -166,7 +168,8 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     spec = prepared.spec
     dynamic = f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
     sizes = ", ".join(map(str, spec.batch_sizes)) or dynamic
-    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes})")
+    variants = f", variants: {len(spec.variants)}" if spec.variants != ((),) else ""
+    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes}{variants})")
     for note in prepared.notes:
         click.echo(f"note: {source}: {note}", err=True)
     return True

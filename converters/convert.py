@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from converters import bundle, folder, graph, repository
+from converters import bundle, discover, folder, graph, meta, repository
 from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
 from nereid_backend.engines import engine_class, parse_device
 from nereid_backend.errors import BundleError
 from nereid_backend.spec import ModelSpec
-
-# Triton refuses other characters from 26.03 on, and a name becomes a directory.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def model_name(source: Path) -> str:
@@ -32,14 +30,15 @@ def prepare(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
-    """Read and check a model without writing anything. Raises NereidError subclasses."""
+    """Read and check a model without writing anything. Raises NereidError subclasses.
+
+    ``callees`` holds, by name, the models that a meta model may call.
+    """
     parse_device(device)
     name = model_name(source) if name is None else name
-    if not _NAME.fullmatch(name):
-        raise BundleError(
-            f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name"
-        )
+    repository.check_name(name)
     if not source.exists():
         raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or an .onnx file")
     _refuse_special_files(source)
@@ -54,7 +53,7 @@ def prepare(
     if source.is_file():
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or an .onnx file")
     if is_bundle:
-        return bundle.read(source, name, device, batch_sizes)
+        return bundle.read(source, name, device, batch_sizes, callees)
     return folder.read(source, name, device, backend)
 
 
@@ -74,12 +73,24 @@ def convert(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    callees: Mapping[str, ModelSpec] | None = None,
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
-    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written."""
+    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written.
+
+    The callees of a meta model are those in ``target`` unless ``callees`` gives them.
+    """
+    if callees is None:
+        callees = meta.callees_in(target, discover.calls_of(source) or ())
     prepared = prepare(
-        source, name=name, device=device, backend=backend, max_batch_size=max_batch_size, batch_sizes=batch_sizes
+        source,
+        name=name,
+        device=device,
+        backend=backend,
+        max_batch_size=max_batch_size,
+        batch_sizes=batch_sizes,
+        callees=callees,
     )
     repository.write(prepared, target, link=link, force=force)
     return prepared
@@ -87,4 +98,5 @@ def convert(
 
 def check_device(spec: ModelSpec) -> None:
     """Raise EngineMissing or DeviceMissing unless this interpreter can run ``spec`` on its device."""
-    engine_class(spec.engine).check_device(spec.device)
+    if spec.calls is None:
+        engine_class(spec.engine).check_device(spec.device)

@@ -26,6 +26,8 @@ MANIFEST_FILE = "manifest.yaml"
 DEFAULT_WEIGHTS_FILE = "weights.safetensors"
 VERSIONS = ("2", "2.0", "2.1")
 BATCH_LETTERS = frozenset("nb")
+CONCURRENCY = "concurrency"
+MOST_CONCURRENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,6 @@ def read(path: Path, *, has_hook: bool) -> Manifest:
         raise ManifestError(f"{path.name}{where}: is not YAML ({problem}); correct the line") from None
     except RecursionError:
         raise ManifestError(f"{path.name}: is nested too deeply; write it flat") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
-        raise ManifestError(f"{path.name}: is not YAML ({error}); quote the value") from None
     return parse(raw, has_hook=has_hook)
 
 
@@ -251,8 +251,8 @@ def _weights_file(raw: Any) -> str:
 def _options(raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise ManifestError(f"manifest 'nereid' must be a mapping, got {_kind(raw)}")
-    if raw:
-        raise ManifestError(f"manifest 'nereid' has unknown keys {sorted(map(str, raw))}; this version knows none")
+    if unknown := sorted(str(key) for key in raw if key != CONCURRENCY):
+        raise ManifestError(f"manifest 'nereid' has unknown keys {unknown}; known: {CONCURRENCY}")
     return dict(raw)
 
 
@@ -279,9 +279,16 @@ def _validate_meta(manifest: Manifest, has_hook: bool) -> None:
         raise ManifestError(f"manifest 'meta.calls' lists itself ({manifest.name!r})")
     if manifest.input_shapes:
         raise ManifestError("manifest of kind meta must not have 'input_shapes'")
+    concurrency = manifest.options.get(CONCURRENCY, 1)
+    if type(concurrency) is not int or not 0 < concurrency <= MOST_CONCURRENT:
+        raise ManifestError(
+            f"manifest 'nereid.{CONCURRENCY}' must be an integer from 1 to {MOST_CONCURRENT}, got {_kind(concurrency)}"
+        )
 
 
 def _validate_model(manifest: Manifest, has_hook: bool) -> None:
+    if CONCURRENCY in manifest.options:
+        raise ManifestError(f"manifest 'nereid.{CONCURRENCY}' is for kind meta only")
     if (manifest.client_inputs or manifest.client_outputs) and not has_hook:
         raise ManifestError("client_inputs and client_outputs are only valid when model.jl is present (or hooks.py)")
     inputs = manifest.executable_inputs

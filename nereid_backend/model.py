@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from nereid_backend.batching import Array
 from nereid_backend.engines import Engine, engine_class
-from nereid_backend.errors import InvalidArgument, NereidError
+from nereid_backend.errors import Cancelled, InvalidArgument, NereidError
 from nereid_backend.executor import Executor
 from nereid_backend.spec import ModelSpec
 from nereid_backend.tensors import TensorAccess
@@ -25,6 +25,9 @@ from nereid_backend.tensors import TensorAccess
 # Asking Triton whether a request was cancelled is a round trip to the server process. It is worth it only where a
 # run costs much more than the question.
 CANCEL_CHECK_MIN_RUN_S = 0.005
+
+# A caller that gets texts only (BLS drops codes) asks with this request parameter for the code before the text.
+CODE_IN_TEXT = "nereid_code_in_text"
 
 _TRITON_CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
@@ -45,6 +48,8 @@ class TritonPythonModel:
             self._open(ModelSpec.read(directory), directory)
         except NereidError as error:
             # Triton shows this text to whoever asked for the load.
+            if error.__cause__ is not None:  # the code of a bundle: whoever wrote it needs the traceback
+                pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
         except Exception as error:
             pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
@@ -106,21 +111,25 @@ class TritonPythonModel:
             for (write, scalar), array in zip(self._writers, arrays, strict=True)
         ]
 
-    def _report(self, request: Any, error: Exception) -> Any:
+    def _report(self, request: Any, error: BaseException) -> Any:
         """The error response of one request; the log gets the whole story, the client a short text."""
+        text, code = self._told(request, error)
+        if CODE_IN_TEXT in request.parameters():
+            text = f"[{code}] {text}"
+        return _failure(text, code)
+
+    def _told(self, request: Any, error: BaseException) -> tuple[str, str]:
         name, request_id = self._spec.name, request.request_id() or "-"
-        if isinstance(error, InvalidArgument):
+        if isinstance(error, InvalidArgument | Cancelled):
             pb_utils.Logger.log_verbose(f"model {name!r} request {request_id}: {error}")
-            return _failure(str(error), error.code)
+            return str(error), error.code
         trace = "".join(traceback.format_exception(error))
         pb_utils.Logger.log_error(f"model {name!r} request {request_id} failed\n{trace}")
         if isinstance(error, NereidError):
-            return _failure(str(error), error.code)
+            return str(error), error.code
         if isinstance(error, MemoryError):
-            return _failure(f"model {name!r} ran out of memory; send less at once or try later", "UNAVAILABLE")
-        return _failure(
-            f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL"
-        )
+            return f"model {name!r} ran out of memory; send less at once or try later", "UNAVAILABLE"
+        return f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL"
 
 
 def _open_streams() -> None:

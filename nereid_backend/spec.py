@@ -92,6 +92,8 @@ class ModelSpec:
 
     ``max_batch_size`` is Triton's: 0 means requests carry their full shape, one to a call.
     ``coalesce`` says whether the rows of a run are independent: requests may then share it and be padded.
+    ``instances`` is the number of processes that serve it, each with one request or batch at a time.
+    ``calls`` is None except for a meta model: the contracts of its callees.
     ``batch_may_be_omitted`` is the nereid folder rule: an output of a one-row run may lack the batch axis.
     """
 
@@ -107,6 +109,13 @@ class ModelSpec:
     batch_may_be_omitted: bool = False
     device: str = "cpu"
     threads: int | None = None
+    instances: int = 1
+    calls: tuple[ModelSpec, ...] | None = None
+
+    @property
+    def contract(self) -> ModelSpec:
+        """What a caller needs to know: all but programs and weights."""
+        return replace(self, programs=(), weights=None)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
