@@ -37,6 +37,9 @@ bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
 	$(BIN)/python tests/bench/coalescing.py
+	$(BIN)/python tests/bench/engine_call.py
+	$(BIN)/python tests/bench/weights.py
+	$(BIN)/python tests/bench/second_start.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

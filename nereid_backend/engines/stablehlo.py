@@ -231,6 +231,7 @@ class StableHloEngine:
     ):
         """``functions`` by the sizes that the inputs have at ``axes``, pairs of input and axis."""
         self._functions = functions
+        self._only = next(iter(functions.values())) if len(functions) == 1 else None
         self._weights = weights
         self._axes = axes
 
@@ -260,10 +261,7 @@ class StableHloEngine:
         return cls(functions, weights, [*spec.variable_axes, *batched[:1]])
 
     def run(self, inputs: list[Array]) -> list[Array]:
-        if len(self._functions) == 1:
-            (function,) = self._functions.values()
-        else:
-            function = self._functions[tuple(inputs[i].shape[axis] for i, axis in self._axes)]
+        function = self._only or self._functions[tuple([inputs[i].shape[axis] for i, axis in self._axes])]
         try:
             # numpy arguments go straight in (an explicit device_put costs 20 us each); np.asarray waits for the
             # result, after which the inputs may be reused.
@@ -272,7 +270,7 @@ class StableHloEngine:
             raise EngineError(f"the StableHLO program failed: {_first_line(error)}") from error
 
     def close(self) -> None:
-        self._functions, self._weights = {}, []
+        self._functions, self._only, self._weights = {}, None, []
 
 
 def _first_line(error: Exception) -> str:

@@ -74,9 +74,13 @@ class TorchScriptEngine:
         return tensor if self._on_cpu else tensor.to(self._device)
 
     def _to_numpy(self, tensor: Any) -> Array:
-        if tensor.requires_grad:  # a parameter given back as it is
-            tensor = tensor.detach()
-        tensor = (tensor if tensor.is_cpu else tensor.to("cpu")).contiguous()
+        try:
+            array: Array = tensor.numpy()
+        except (TypeError, RuntimeError):  # on another device, BF16, or a parameter given back as it is
+            return self._moved_to_numpy(tensor.detach().to("cpu").contiguous())
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+    def _moved_to_numpy(self, tensor: Any) -> Array:
         if tensor.dtype is self._torch.bfloat16:
             raw: Array = tensor.view(self._torch.int16).numpy()
             return raw.view(dtypes.by_token("bf16").numpy)
