@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from native_service.metrics import with_refusals
+from native_service.metrics import Failed, with_failures
 from native_service.script_calls import Counts, with_script_counts
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
@@ -26,18 +26,18 @@ class HttpEndpoints:
         models: Collection[str],
         is_ready: Callable[[], Awaitable[bool]],
         metrics: str,
-        refusals: Callable[[], Awaitable[Mapping[str, int]]],
+        failed: Callable[[], Awaitable[Failed]],
         scripts: Callable[[], Mapping[str, Counts]] = dict,
     ) -> None:
         """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
-        Triton's metrics ``host:port``; ``refusals`` counts the calls of each model that found no permit, ``scripts``
-        those of script models."""
+        Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not, ``scripts`` those it counts
+        wrongly."""
         self._scripts = scripts
         self._bind = bind
         self._models = models
         self._is_ready = is_ready
         self._metrics_url = f"http://{metrics}/metrics"
-        self._refusals = refusals
+        self._failed = failed
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
@@ -87,7 +87,7 @@ class HttpEndpoints:
                 if answer.status != 200:
                     return web.Response(status=503, text="Triton has no metrics\n")
                 text = with_script_counts(await answer.text(), self._scripts())
-                text = with_refusals(text, await self._refusals())
+                text = with_failures(text, await self._failed())
         except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
             return web.Response(status=503, text="Triton does not answer\n")
         except EnvoyUnavailable as error:

@@ -22,25 +22,24 @@ from tritonclient.grpc import service_pb2
 
 from native_service.checkpoint import output_chunks
 from native_service.grpc_edge import Inference
+from native_service.infer_messages import Tensor
+from native_service.metrics import BACKEND, CANCELED, OTHER
 from native_service.proto import inference_pb2
-from native_service.triton_errors import canonical
-from nereid_backend.errors import CODE_IN_TEXT, InvalidArgument, OutputRefused, TritonUnavailable
+from nereid_backend.errors import CODE_IN_TEXT, DeadlineExceeded, InvalidArgument, OutputRefused, TritonUnavailable
 from nereid_backend.scripts.link import EXIT, FRAME, LINK_SOCKET, PARAMETER, STDERR, STDOUT, TOKEN_BYTES, Header
 from nereid_backend.spec import VARIABLE, ModelSpec
-
-BACKEND, CANCELED, OTHER = "BACKEND", "CANCELED", "OTHER"
 
 _CONNECT_S = 10.0
 # From the end of the link to the answer: the tensor still has to travel, an error does not.
 _TENSOR_S, _ERROR_S = 60.0, 5.0
 _LONGEST_LINE = 1024 * 1024
 _DISCONNECTED = "the model's process has died; try later"
-_THEIR_FAULT = ("INTERNAL", "FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 
 
 @dataclass(slots=True)
 class Counts:
-    """How the calls of one model ended; durations are of successes only."""
+    """How the calls of one model ended; durations are of successes only. ``failures`` are those that Envoy, which
+    sees Triton's answers, takes for something else."""
 
     success: int = 0
     rows: int = 0
@@ -111,11 +110,10 @@ class ScriptCalls:
 
     async def infer(self, request: Any, spec: ModelSpec, context: Any) -> Any:
         """The answer to a ModelInferRequest. Raises NereidError subclasses and grpc.aio.AioRpcError."""
-        if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
-            raise InvalidArgument(
-                f"model {spec.name!r}: {len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs"
-            )
         with self._counted(spec, request.inputs[0].shape if request.inputs else ()):
+            count = len(request.raw_input_contents)
+            if count not in (0, len(request.inputs)):
+                raise InvalidArgument(f"model {spec.name!r}: {count} raw contents for {len(request.inputs)} inputs")
             async with self._linked(request, context) as call:
                 async for _ in call.frames(Header((), None, live=False), b""):
                     pass
@@ -137,7 +135,9 @@ class ScriptCalls:
                     for line in stream.rest():
                         await context.write(inference_pb2.CheckpointResponse(chunk=line))
                 if call.exit_code:
-                    ended.append(BACKEND)
+                    with contextlib.suppress(grpc.aio.AioRpcError, TritonUnavailable):
+                        await call.answer()  # an error, which Envoy counts
+                    ended.append(None)
                     done = inference_pb2.CheckpointResponse(done=True, exit_code=max(call.exit_code, -1))
                     await context.write(done)
                 else:
@@ -173,11 +173,11 @@ class ScriptCalls:
             connected.set_result(_Peer(reader, writer))
 
     @contextlib.contextmanager
-    def _counted(self, spec: ModelSpec, shape: Sequence[int]) -> Iterator[list[str]]:
-        """Counts the call inside; a reason put into the list makes it a failure that raises nothing."""
+    def _counted(self, spec: ModelSpec, shape: Sequence[int]) -> Iterator[list[str | None]]:
+        """Counts the call inside; anything put into the list makes it a failure."""
         counts = self.counts.setdefault(spec.name, Counts())
         begun = time.monotonic_ns()
-        ended: list[str] = []
+        ended: list[str | None] = []
         try:
             yield ended
         except BaseException as error:
@@ -216,7 +216,7 @@ async def _write_output(response: Any, context: Any) -> None:
             raise OutputRefused(
                 f"the output is {tensor.datatype} and Checkpoint carries FP32 only; call ModelInfer (KServe v2)"
             )
-        for chunk in output_chunks(tensor.name, tensor.shape, data):
+        for chunk in output_chunks(Tensor(tensor.name, tensor.shape, data)):
             await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
     await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
 
@@ -243,19 +243,16 @@ class _Lines:
         return self._prefix + line.decode(errors="replace")
 
 
-def _reason(error: BaseException) -> str:
-    """Which of Triton's reasons of failure it is; none when Envoy has refused the call, which is counted there."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        name = canonical(error.code().name, error.details() or "")[0]
-        if name == "RESOURCE_EXHAUSTED":
-            return ""
-    elif isinstance(error, asyncio.CancelledError):
-        name = "CANCELLED"
-    else:
-        name = getattr(error, "code", "INTERNAL")
-    if name == "CANCELLED":
+def _reason(error: BaseException) -> str | None:
+    """Which of Triton's reasons of failure it is; None when it is counted elsewhere."""
+    if isinstance(error, asyncio.CancelledError):
         return CANCELED
-    return BACKEND if name in _THEIR_FAULT else OTHER
+    if isinstance(error, grpc.aio.AioRpcError):
+        gone = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return CANCELED if error.code() in gone else None
+    if isinstance(error, DeadlineExceeded):
+        return None  # of the client, and counted where it was noticed
+    return OTHER if isinstance(error, InvalidArgument) else BACKEND
 
 
 def with_script_counts(text: str, counts: Mapping[str, Counts]) -> str:

@@ -22,13 +22,13 @@ def short_repr(value: Any) -> str:
 # Whoever gets a model's error as a text only, or with Triton's codes only, asks with this request parameter for the
 # code before the text.
 CODE_IN_TEXT = "nereid_code_in_text"
-_CODED = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
+_CODED = re.compile(r"\[([A-Z_]+)\] ")
 
 
 def split_code(text: str) -> tuple[str, str] | None:
     """The code and the text of an error that was asked for with ``CODE_IN_TEXT``; None for any other."""
-    match = _CODED.match(text)
-    return (match[1], match[2]) if match else None
+    match = _CODED.search(text)  # an ensemble puts its own name before it
+    return (match[1], text[: match.start()] + text[match.end() :]) if match else None
 
 
 class NereidError(Exception):
@@ -54,6 +54,12 @@ class NotFound(NereidError):
 
 class ResourceExhausted(NereidError):
     """A limit of this server was reached; the same call may succeed later."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class OverLimit(NereidError):
+    """A request larger than this server takes; sending it again does not help."""
 
     code = "RESOURCE_EXHAUSTED"
 
