@@ -74,7 +74,7 @@ class NereidService:
                 model = await self._read(reader, requests)
                 # Only now a permit is taken: a client that uploads slowly must not keep others from running.
                 if model.script is not None and self._scripts is not None:
-                    await self._scripts.checkpoint(model, *reader.take_bytes(), context)
+                    await self._scripts.checkpoint(model, *reader.take_bytes(), context, self._budget)
                     return
                 answer = await self._inference.run_serialised(model.name, reader.take_request(), context)
             finally:

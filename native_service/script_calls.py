@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from native_service.checkpoint import output_chunks
+from native_service.checkpoint import Budget, output_chunks
 from native_service.grpc_edge import Inference
 from native_service.infer_messages import Tensor
 from native_service.metrics import BACKEND, CANCELED, OTHER
@@ -119,10 +119,13 @@ class ScriptCalls:
                     pass
                 return await call.answer()
 
-    async def checkpoint(self, spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, context: Any) -> None:
+    async def checkpoint(
+        self, spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, context: Any, budget: Budget
+    ) -> None:
         """Answer a Checkpoint call: lines as they come, the tensor, the exit code.
 
-        ``data`` may have any length: a program gets the bytes as they are.
+        ``data`` may have any length: a program gets the bytes as they are. ``budget`` bounds what clients that are slow
+        to read make the service hold.
         """
         request, header = _request(spec, shape, data)
         with self._counted(spec, shape) as ended:
@@ -141,7 +144,7 @@ class ScriptCalls:
                     done = inference_pb2.CheckpointResponse(done=True, exit_code=max(call.exit_code, -1))
                     await context.write(done)
                 else:
-                    await _write_output(await call.answer(), context)
+                    await _write_output(await call.answer(), context, budget)
 
     @contextlib.asynccontextmanager
     async def _linked(self, request: Any, context: Any) -> AsyncIterator[_LinkedCall]:
@@ -210,7 +213,17 @@ def _request(spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray) -> 
     return request, Header(tuple(shape), None if fits else len(data), live=True)
 
 
-async def _write_output(response: Any, context: Any) -> None:
+async def _write_output(response: Any, context: Any, budget: Budget) -> None:
+    size = sum(map(len, response.raw_output_contents))
+    budget.take(size)
+    try:
+        await _write_tensors(response, context)
+    finally:
+        budget.give_back(size)
+    await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
+
+
+async def _write_tensors(response: Any, context: Any) -> None:
     for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True):
         if tensor.datatype != "FP32":
             raise OutputRefused(
@@ -218,7 +231,6 @@ async def _write_output(response: Any, context: Any) -> None:
             )
         for chunk in output_chunks(Tensor(tensor.name, tensor.shape, data)):
             await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
-    await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
 
 
 class _Lines:

@@ -144,6 +144,11 @@ def _pipe(held: ExitStack) -> tuple[int, int]:
     return ends
 
 
+def _check_time(deadline: float, time_limit_s: float) -> None:
+    if time.monotonic() >= deadline:
+        raise TimeLimitExceeded(f"it ran longer than its time limit of {time_limit_s:g} s and was ended")
+
+
 class _Pump:
     """The loop of one call. Closing ``control`` ends the child's group."""
 
@@ -163,8 +168,7 @@ class _Pump:
             now = time.monotonic()
             if self._code is not None and (running or progressed or self._is_blocked()):
                 drained_until = now + _DRAIN_S
-            if now >= deadline:
-                raise TimeLimitExceeded(f"it ran longer than its time limit of {time_limit_s:g} s and was ended")
+            _check_time(deadline, time_limit_s)
             if now - asked >= _POLL_S:
                 asked = now
                 if is_cancelled():
@@ -173,6 +177,7 @@ class _Pump:
             self._link.end(self._code)
             while self._link.is_pending:
                 self._wait()
+                _check_time(deadline, time_limit_s)
         return Ended(self._code, bytes(self._stderr))
 
     def close(self) -> None:

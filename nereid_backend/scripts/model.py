@@ -60,6 +60,8 @@ class TritonPythonModel:
             self._open(ModelSpec.read(directory), directory / SCRIPT_FOLDER)
         except NereidError as error:
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
+        except OSError as error:
+            raise pb_utils.TritonModelException(f"the folder for outputs: {error.strerror}") from error
 
     def _open(self, spec: ModelSpec, folder: Path) -> None:
         if spec.script is None:
