@@ -244,8 +244,8 @@ def _read(path: Path) -> dict[Any, Any]:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "syntax error"
         raise SettingsError(f"{path}: is not YAML{where} ({problem})") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
-        raise SettingsError(f"{path}: is not YAML ({error}); quote the value") from None
+    except (ValueError, LookupError, AttributeError):  # PyYAML's own, for 2024-99-99 or !!int before a word
+        raise SettingsError(f"{path}: is not YAML (a date, a number or a tag that is none); quote the value") from None
     if raw is None:
         raise SettingsError(f"{path}: is empty; it needs the keys server and models")
     if not isinstance(raw, dict):

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import raw_infer
+from serving import WIRE_DTYPES, answered, random_tensors, raw_infer
 
 from converters.convert import convert
-from nereid_backend import dtypes
 
 pytestmark = pytest.mark.triton
 
-WIRE_DTYPES = [row for row in dtypes.TABLE if row.kserve is not None]
 WIDTH = 5
 
 
@@ -81,17 +79,13 @@ def reversing(
 def test_random_bytes_of_every_dtype_survive_the_server_and_the_program(
     triton: Any, reversing: str, rows: int, random: Any
 ) -> None:
-    sent, expected = {}, {}
+    sent = random_tensors(random.randbytes, rows, WIDTH)
+    expected = {}
     for row in WIRE_DTYPES:
-        data = random.randbytes(rows * WIDTH * row.size_bytes)
-        if row.token == "bool":
-            data = bytes(byte & 1 for byte in data)
-        elements = np.frombuffer(data, f"V{row.size_bytes}").reshape(rows, WIDTH)
-        sent[f"in_{row.token}"] = (row.kserve, [rows, WIDTH], data)
-        expected[f"out_{row.token}"] = (row.kserve, [rows, WIDTH], elements[:, ::-1].tobytes())
-    response = raw_infer(triton.address, reversing, sent)
-    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
-    assert {o.name: (o.datatype, list(o.shape), data) for o, data in pairs} == expected
+        kserve, shape, data = sent[f"in_{row.token}"]
+        reversed_rows = np.frombuffer(data, f"V{row.size_bytes}").reshape(shape)[:, ::-1]
+        expected[f"out_{row.token}"] = kserve, shape, reversed_rows.tobytes()
+    assert answered(raw_infer(triton.address, reversing, sent)) == expected
 
 
 def test_variants_are_told_apart_by_the_sizes_of_a_request(triton: Any, make_pool: Any) -> None:

@@ -122,10 +122,11 @@ def test_a_signature_without_a_tensorflow_model_is_told(folder: Path) -> None:
 
 def test_a_conversion_that_takes_too_long_is_killed(folder: Path) -> None:
     async def scenario(converter: Converter) -> None:
-        assert await problem(converter, folder, "slow") == "conversion took longer than 6 s"
+        assert await problem(converter, folder, "slow") == "conversion took longer than 1.5 s"
+        converter._timeout_s = 20  # a new child on a busy machine may take longer to start
         assert (await convert(converter, folder, "fine")).name == "fine"
 
-    run(scenario, timeout_s=6)
+    run(scenario, timeout_s=1.5)
 
 
 def test_a_folder_gives_every_model_in_it_the_defaults(folder: Path) -> None:
