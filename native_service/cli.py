@@ -20,6 +20,7 @@ _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
 
@@ -122,7 +123,7 @@ def _log_to_stderr(verbose: bool) -> None:
 def main() -> None:
     """Entry point of the command."""
     try:
-        nereid(prog_name="nereid")
+        nereid(prog_name="nereid", obj="isolated")
     except NereidError as error:
         for handler in logging.getLogger().handlers:
             handler.flush()  # the error is the last line
