@@ -127,7 +127,7 @@ def _in_child(sources: Sequence[Path], work: Callable[[Path], bool]) -> tuple[li
     """The results up to where the child ended, and what ended it before all were done."""
     reader, writer = os.pipe()
     sys.stdout.flush()
-    child = os.fork()  # no library that starts threads has been imported yet
+    child = os.fork()  # no engine has been imported yet, and the threads of numpy outlive a fork
     if child == 0:
         os.close(reader)
         try:
