@@ -116,9 +116,8 @@ def _each(sources: Sequence[Path], work: Callable[[Path], bool]) -> list[bool]:
         results += part
         if how is not None:
             source = sources[len(results)]
-            click.echo(
-                f"error: {source}: reading it ended the converter ({how}); it is damaged, export it again", err=True
-            )
+            why = "it is damaged, or too large for this machine"
+            click.echo(f"error: {source}: reading it ended the converter ({how}); {why}", err=True)
             results.append(False)
     return results
 
