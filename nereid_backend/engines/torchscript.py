@@ -21,6 +21,7 @@ class TorchScriptEngine:
         self._torch = torch
         self._module = module
         self._device, self._on_cpu = device, device.type == "cpu"
+        self._inference_mode = torch.inference_mode()  # entered by one run after the other, never by two at once
 
     @classmethod
     def check_device(cls, device: str) -> None:
@@ -48,7 +49,7 @@ class TorchScriptEngine:
 
     def run(self, inputs: list[Array]) -> list[Array]:
         torch = self._torch
-        with torch.inference_mode():
+        with self._inference_mode:
             try:
                 result = self._module(*[self._to_torch(array) for array in inputs])
             except (RuntimeError, torch.jit.Error) as error:  # what the model raises itself comes as the latter
