@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from converters import hooks, meta, rows
 from converters import manifest as manifests
-from converters import meta, rows
 from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
 from converters.prepared import Prepared, Source, place
@@ -30,6 +30,12 @@ BatchSizes = Literal["all", "largest"]
 
 JULIA_HOOKS, PYTHON_HOOKS = "model.jl", USER_CODE
 PLATFORM = "stablehlo"
+
+_NO_JULIA = (
+    "the bundle has Julia hooks (model.jl), which Python cannot run; write a hooks.py beside it that calls "
+    "register_model(preprocess=..., postprocess=...) of nereid_backend.hooks, or declare built-ins under "
+    "nereid.preprocess and nereid.postprocess in the manifest"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +54,12 @@ def read(
 
     ``callees`` is the repository that holds the models a meta model calls.
     """
-    hooks = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
-    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(hooks))
+    code = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
+    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(code))
     if manifest.kind == "meta":
         return meta.read(directory, name, manifest, callees)
-    _refuse_unsupported(manifest, hooks)
+    if code == [JULIA_HOOKS] and not manifest.has_builtins:
+        raise BundleError(_NO_JULIA)
     files = find_modules(directory, manifest, batch_sizes)
     weights = bundle_weights.read(directory / manifest.weights_file)
     modules = [stablehlo.read_module(file.path) for file in files]
@@ -87,7 +94,7 @@ def read(
     sources: dict[str, Source] = {file.path.name: file.path for file in files}
     sources[DEFAULT_WEIGHTS_FILE] = weights.writer() if weights.needs_transpose else weights.path
     prepared = Prepared(spec, sources, () if first or not batched else (_SIDEWAYS,))
-    return _with_rows_checked(prepared) if batched else prepared
+    return hooks.attach(_with_rows_checked(prepared) if batched else prepared, manifest, directory)
 
 
 _SIDEWAYS = "requests run one by one: Triton batches along the first axis, which is not where this bundle has its rows"
@@ -129,16 +136,6 @@ def _dependence(spec: ModelSpec, directory: Path) -> str | None:
         return rows.dependence(engine, spec, size, spec.outputs)
     finally:
         engine.close()
-
-
-def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:
-    if JULIA_HOOKS in hooks:
-        raise BundleError(
-            "the bundle has Julia hooks (model.jl), which Python cannot run; remove model.jl and the client specs if "
-            "the executable can be served as it is"
-        )
-    if PYTHON_HOOKS in hooks:
-        raise BundleError("the bundle has hooks.py; hooks are not supported by this version")
 
 
 def find_modules(directory: Path, manifest: Manifest, batch_sizes: BatchSizes = "all") -> list[ModuleFile]:

@@ -46,7 +46,7 @@ def config(spec: ModelSpec) -> Any:
 
     message = pb.ModelConfig(name=spec.name, backend="python", platform=spec.platform)
     message.max_batch_size = spec.max_batch_size
-    for tensors, field in ((spec.inputs, message.input), (spec.outputs, message.output)):
+    for tensors, field in ((spec.client_inputs, message.input), (spec.client_outputs, message.output)):
         for tensor in tensors:
             field.add(name=tensor.name, data_type=_data_type(pb, tensor), dims=spec.dims(tensor))
     kind, index = parse_device(spec.device)

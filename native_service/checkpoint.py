@@ -66,7 +66,7 @@ class CheckpointReader:
     @property
     def needs_input(self) -> bool:
         """Whether more messages matter: not once the model turns out to take no input."""
-        return self._model is None or bool(self._model.inputs)
+        return self._model is None or bool(self._model.client_inputs)
 
     def receive(self, message: inference_pb2.CheckpointRequest) -> None:
         """Check and keep one message. Raises InvalidArgument, NotFound or ResourceExhausted."""
@@ -84,7 +84,7 @@ class CheckpointReader:
         """The whole input, once the client has closed its side. Raises InvalidArgument."""
         if self._model is None:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
-        if not self._model.inputs:
+        if not self._model.client_inputs:
             return CheckpointInput(self._model, None, (), b"")
         if self._sent_shape is None:
             raise InvalidArgument(f"no tensor chunks were sent for model {self._model.name!r}")
@@ -93,7 +93,7 @@ class CheckpointReader:
                 f"model {self._model.name!r}: shape {list(self._sent_shape)} needs {self._expected_bytes} bytes,"
                 f" got {len(self._data)}"
             )
-        return CheckpointInput(self._model, self._model.inputs[0], self._shape, self._data)
+        return CheckpointInput(self._model, self._model.client_inputs[0], self._shape, self._data)
 
     def close(self) -> None:
         """Forget the bytes and give them back to the budget."""
@@ -111,9 +111,9 @@ class CheckpointReader:
         if name not in self._models:
             raise NotFound(f"model {name!r} is not served here (not in nereid.yaml); ViewModels lists what is")
         model = self._models[name]
-        if len(model.inputs) > 1:
+        if len(model.client_inputs) > 1:
             raise InvalidArgument(
-                f"model {name!r} has {len(model.inputs)} inputs and Checkpoint carries one;"
+                f"model {name!r} has {len(model.client_inputs)} inputs and Checkpoint carries one;"
                 " call inference.GRPCInferenceService/ModelInfer (KServe v2) instead"
             )
         return model
@@ -122,7 +122,7 @@ class CheckpointReader:
         if self._ended:
             raise InvalidArgument("a chunk came after end_of_tensor=true")
         sent = tuple(chunk.shape)
-        shape = batched_shape(model, model.inputs[0], sent)
+        shape = batched_shape(model, model.client_inputs[0], sent)
         if self._sent_shape is None:
             self._begin_tensor(model, sent, shape)
         elif sent != self._sent_shape:
@@ -142,7 +142,7 @@ class CheckpointReader:
         self._ended = chunk.end_of_tensor
 
     def _begin_tensor(self, model: ModelSpec, sent: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        needed = math.prod(shape) * model.inputs[0].element.size_bytes
+        needed = math.prod(shape) * model.client_inputs[0].element.size_bytes
         if needed > self._limits.max_tensor_bytes:
             raise InvalidArgument(
                 f"model {model.name!r}: shape {list(sent)} is {needed} bytes,"

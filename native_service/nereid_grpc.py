@@ -95,12 +95,12 @@ class NereidService:
             tensor.name: (tensor.shape, data)
             for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True)
         }
-        missing = [tensor.name for tensor in spec.outputs if tensor.name not in outputs]
+        missing = [tensor.name for tensor in spec.client_outputs if tensor.name not in outputs]
         if missing:
             raise EngineError(f"model {spec.name!r} answered without its outputs {missing}")
         text = f"inference completed for model '{spec.name}'"
         await context.write(inference_pb2.CheckpointResponse(chunk=text))
-        for tensor in spec.outputs:
+        for tensor in spec.client_outputs:
             shape, data = outputs[tensor.name]
             for chunk in output_chunks(tensor.name, shape, data):
                 await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+from converters import bundle, repository
+from nereid_backend.errors import BundleError, ManifestError, UserCodeError
+from nereid_backend.spec import BuiltinSpec, ModelSpec, TensorSpec
+
+HOOKS = "from nereid_backend.hooks import register_model\nregister_model()\n"
+
+
+def tensor(name: str, shape: str, dtype: str = "f32", **dims: int) -> dict[str, Any]:
+    return {"name": name, "dtype": dtype, "shape": shape, "dims": dims}
+
+
+def read(folder: Path) -> Any:
+    return bundle.read(folder, folder.name, "cpu")
+
+
+def declare(*post: dict[str, Any], **manifest: Any) -> dict[str, Any]:
+    return {"nereid": {"postprocess": list(post), **manifest.pop("nereid", {})}, **manifest}
+
+
+SOFTMAX = {"softmax": {"input": "y", "output": "probs"}}
+ARGMAX = {"argmax": {"input": "probs", "output": "best", "axis": -1}}
+LABELS = {"labels": {"input": "best", "output": "label", "file": "labels.txt"}}
+
+
+def test_what_clients_see_follows_from_the_declared_hooks(make_bundle: Callable[..., Path]) -> None:
+    folder = make_bundle(**declare(SOFTMAX, ARGMAX, LABELS))
+    (folder / "labels.txt").write_text("nought\none\ntwo\nthree\n")
+    prepared = read(folder)
+    spec = prepared.spec
+    assert spec.client_inputs == spec.inputs == (TensorSpec("x", "f32", (-1, 4), 0),)
+    assert spec.client_outputs == (
+        TensorSpec("y", "f32", (-1, 4), 0),
+        TensorSpec("probs", "f32", (-1, 4), 0),
+        TensorSpec("best", "i32", (-1,), 0),
+        TensorSpec("label", "u8", (-1, -1), 0),
+    )
+    assert spec.hooks is not None
+    assert spec.hooks.postprocess[0] == BuiltinSpec("softmax", {"input": "y", "output": "probs", "axis": 1})
+    assert (spec.max_batch_size, spec.coalesce, spec.hooks.code) == (4, True, False)
+    assert prepared.files["labels.txt"] == folder / "labels.txt"
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert prepared.notes == ()
+
+
+def test_client_outputs_choose_and_order_what_is_sent(make_bundle: Callable[..., Path]) -> None:
+    outputs = [tensor("best", "n", "i32"), tensor("probs", "kn", k=4)]
+    folder = make_bundle(**declare(SOFTMAX, {"argmax": {"input": "y", "output": "best"}}, client_outputs=outputs))
+    assert [t.name for t in read(folder).spec.client_outputs] == ["best", "probs"]
+
+
+def test_an_axis_may_be_a_letter_of_the_manifest(make_bundle: Callable[..., Path]) -> None:
+    folder = make_bundle(**declare({"softmax": {"input": "y", "output": "y", "axis": "k"}}))
+    assert read(folder).spec.hooks.postprocess[0].options["axis"] == 1
+
+
+def test_a_python_file_travels_with_the_files_beside_it_and_the_user_is_told(
+    make_bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_bundle(client_inputs=[tensor("pixels", "dn", "u8", d=-1)])
+    (folder / "hooks.py").write_text(HOOKS)
+    (folder / "model.jl").write_text("# the Julia hooks it replaces")
+    (folder / "tables").mkdir()
+    (folder / "tables" / "gain.npy").write_bytes(b"")
+    prepared = read(folder)
+    assert prepared.spec.client_inputs == (TensorSpec("pixels", "u8", (-1, -1), 0),)
+    assert prepared.spec.inputs == (TensorSpec("x", "f32", (-1, 4), 0),)
+    assert sorted(prepared.files) == [
+        "hooks.py", "model.b1.mlir", "model.b4.mlir", "tables/gain.npy", "weights.safetensors",
+    ]  # fmt: skip
+    assert any("hooks.py is run" in note for note in prepared.notes)
+    written = repository.write(prepared, tmp_path / "r", link=False, force=False)
+    assert "pixels" in (written / "config.pbtxt").read_text()
+    assert (written / "1" / "tables" / "gain.npy").is_file()
+
+
+def test_a_file_that_is_not_python_is_refused_without_being_run(make_bundle: Callable[..., Path]) -> None:
+    folder = make_bundle()
+    (folder / "hooks.py").write_text("def f(:\n")
+    with pytest.raises(UserCodeError, match=r"hooks\.py line 1"):
+        read(folder)
+    (folder / "hooks.py").write_text("raise RuntimeError('run at convert time')")
+    read(folder)
+
+
+def test_tensors_without_the_batch_turn_tritons_batching_off(make_bundle: Callable[..., Path]) -> None:
+    folder = make_bundle(client_inputs=[tensor("query", "q", "u8", q=-1), tensor("x", "cn", c=4)])
+    (folder / "hooks.py").write_text(HOOKS)
+    spec = read(folder).spec
+    assert (spec.max_batch_size, spec.batch_sizes) == (0, (1, 4))
+
+
+def test_letters_in_wire_order_are_told_and_can_be_declared(make_bundle: Callable[..., Path]) -> None:
+    wire = {"client_inputs": [tensor("texts", "nc", "u8", c=-1)]}
+    odd, declared = make_bundle("odd", **wire), make_bundle("told", nereid={"client_axis_order": "wire"}, **wire)
+    for folder in (odd, declared):
+        (folder / "hooks.py").write_text(HOOKS)
+    assert read(odd).spec.client_inputs[0].batch_axis == 1
+    assert any("'texts' has its batch letter first" in note for note in read(odd).notes)
+    assert read(declared).spec.client_inputs == (TensorSpec("texts", "u8", (-1, -1), 0),)
+    assert not any("batch letter" in note for note in read(declared).notes)
+
+
+@pytest.mark.parametrize(
+    ("post", "words"),
+    [
+        ({"sofmax": {}}, r"'nereid\.postprocess\[0\]': unknown built-in 'sofmax'; known: argmax, bert_text"),
+        ({"softmax": {"input": "y"}}, r"postprocess\[0\]' softmax: Softmax has no 'output'"),
+        ({"softmax": None}, "Softmax has no 'input'"),
+        ({"softmax": {"input": "y", "output": "p", "temperature": 2}}, r"unknown keys \['temperature'\] in Softmax"),
+        ({"softmax": {"input": "y", "output": 3}}, "output must be of type str, got 3"),
+        ({"softmax": 3}, "must be an object, got 3"),
+        ({"softmax": {"input": "y", "output": "p", "axis": "z"}}, "axis 'z' is no letter of an executable tensor 'y'"),
+        ({"softmax": {"input": "y", "output": "p", "axis": "n"}}, r"axis 0 is none of 'y', .* with the batch at 0"),
+        ({"softmax": {"input": "y", "output": "p", "axis": 5}}, "axis 5 is none of 'y'"),
+        ({"softmax": {"input": "logits", "output": "p"}}, r"softmax: there is no tensor 'logits', only \['y'\]"),
+        ({"bert_text": {"vocab": "vocab.txt"}}, "bert_text belongs under preprocess"),
+        ({"trim": {"output": "y", "count": "y"}}, "trim: count 'y' must hold one integer"),
+        ({"labels": {"input": "y", "output": "l", "file": "labels.txt"}}, "labels: 'y' is f32; it needs integers"),
+        ({"a": {}, "b": {}}, "must be one name with its options"),
+        ("softmax", "must be one name with its options"),
+    ],
+)
+def test_a_hook_that_does_not_fit_is_refused_by_name(make_bundle: Callable[..., Path], post: Any, words: str) -> None:
+    with pytest.raises(BundleError, match=words):
+        read(make_bundle(**declare(post)))
+
+
+@pytest.mark.parametrize(
+    ("client", "words"),
+    [
+        ({"client_outputs": [tensor("z", "kn", k=4)]}, r"client_outputs has 'z', which no hook makes; .*'probs'"),
+        ({"client_outputs": [tensor("probs", "kn", "f64", k=4)]}, r"'probs' is f64\[-1, 4\].*make it f32\[-1, 4\]"),
+        ({"client_outputs": [tensor("probs", "kn", k=3)]}, r"'probs' is f32\[-1, 3\]"),
+        ({"client_outputs": [tensor("probs", "nk", k=4)]}, r"'probs' is f32\[4, -1\] with the batch at axis 1"),
+        ({"client_inputs": [tensor("z", "cn", c=4)]}, r"client_inputs has 'z', which no hook takes"),
+        ({"client_inputs": []}, None),
+    ],
+)
+def test_client_specs_that_do_not_fit_the_hooks_are_refused(
+    make_bundle: Callable[..., Path], client: dict[str, Any], words: str | None
+) -> None:
+    folder = make_bundle(**declare(SOFTMAX, **client))
+    if words is None:
+        read(folder)
+        return
+    with pytest.raises(BundleError, match=words):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ["../labels.txt", "missing.txt", "", "/etc/passwd", "."])
+def test_a_hook_reads_files_of_the_bundle_only(make_bundle: Callable[..., Path], name: str) -> None:
+    argmax = {"argmax": {"input": "y", "output": "best"}}
+    with pytest.raises(BundleError, match=r"labels: .* is no file of the bundle"):
+        read(make_bundle(**declare(argmax, {"labels": {"input": "best", "output": "label", "file": name}})))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"postprocess": {"trim": {}}}, "'nereid.postprocess' must be a list"),
+        ({"client_axis_order": "row"}, "'nereid.client_axis_order' must be one of julia, wire, got str 'row'"),
+        ({"postproces": []}, r"unknown keys \['postproces'\]; known: .*postprocess"),
+    ],
+)
+def test_our_own_key_of_a_manifest_is_checked(
+    make_bundle: Callable[..., Path], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ManifestError, match=words):
+        read(make_bundle(nereid=options))
+
+
+# Texts.
+
+
+def text_bundle(make_bundle: Callable[..., Path], **options: Any) -> Path:
+    def program(ids: Any, mask: Any) -> Any:
+        return (ids * mask).sum(1).astype(np.float32)
+
+    folder = make_bundle(
+        sizes=(1, 4),
+        function=lambda x: program(x, x),
+        tensors={},
+        x=lambda n: ((n, 16), np.int64),
+        executable_inputs=[tensor("input_ids", "sn", "i64", s=16)],
+        executable_outputs=[tensor("score", "n")],
+        nereid={"preprocess": [{"bert_text": {"vocab": "vocab.txt", **options}}]},
+    )
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    return folder
+
+
+def test_texts_take_the_place_of_token_ids(make_bundle: Callable[..., Path]) -> None:
+    prepared = read(text_bundle(make_bundle))
+    assert prepared.spec.client_inputs == (
+        TensorSpec("texts", "u8", (-1, -1), 0),
+        TensorSpec("text_lens", "i32", (-1,), 0),
+    )
+    options = prepared.spec.hooks.preprocess[0].options
+    assert (options["buckets"], options["max_length"], options["dtype"]) == ([16], 16, "i64")
+    assert "vocab.txt" in prepared.files
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ids": "tokens"}, "there is no tensor 'tokens'"),
+        ({"buckets": [8]}, r"buckets \[8\] do not fit 'input_ids', which has 16 tokens"),
+        ({"buckets": [16, 8]}, "ascending"),
+        ({"max_length": 17}, "max_length must be 2 to 16, got 17"),
+        ({"max_length": 2, "query": "query"}, "max_length must be 3 to 16"),
+        ({"vocab": "words.txt"}, "'words.txt' is no file of the bundle"),
+    ],
+)
+def test_text_options_that_do_not_fit_the_executable_are_refused(
+    make_bundle: Callable[..., Path], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BundleError, match=words):
+        read(text_bundle(make_bundle, **options))
+
+
+def test_a_vocabulary_without_the_special_tokens_is_refused(make_bundle: Callable[..., Path]) -> None:
+    folder = text_bundle(make_bundle)
+    (folder / "vocab.txt").write_text("the\n[PAD]\n")
+    with pytest.raises(BundleError, match=r"vocab\.txt lacks \['\[UNK\]', '\[CLS\]', '\[SEP\]'\]"):
+        read(folder)
+    (folder / "vocab.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(BundleError, match="cannot be read as UTF-8 text"):
+        read(folder)

@@ -1,0 +1,111 @@
+"""Hooks inside the real tritonserver: Python files and built-ins, around a real program."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as tritonclient
+import yaml
+from serving import input_tensor
+from tritonclient.utils import InferenceServerException
+
+pytest.importorskip("jax")
+
+pytestmark = pytest.mark.triton
+
+
+def tensor(name: str, shape: str, dtype: str = "f32", **dims: int) -> dict[str, Any]:
+    return {"name": name, "dtype": dtype, "shape": shape, "dims": dims}
+
+
+@pytest.fixture
+def doubling(tmp_path: Path) -> Callable[..., Path]:
+    """A bundle of y = 2 x over rows of 4, with programs for 1 and 8 rows, and what a test adds to it."""
+
+    def make(name: str, hooks: str | None = None, files: dict[str, str] | None = None, **keys: Any) -> Path:
+        import jax
+        import jax.export
+
+        from converters import weights
+
+        folder = tmp_path / name
+        folder.mkdir()
+        for size in (1, 8):
+            exported = jax.export.export(jax.jit(lambda x: x * 2), platforms=["cpu"])(
+                jax.ShapeDtypeStruct((size, 4), np.float32)
+            )
+            (folder / f"model.b{size}.mlir").write_bytes(exported.mlir_module_serialized)
+        weights.write(folder / "weights.safetensors", {}, {"argument_order": "[]", "axis_order": "xla"})
+        manifest = {
+            "format_version": "2.1",
+            "executable_inputs": [tensor("x", "cn", c=4)],
+            "executable_outputs": [tensor("y", "cn", c=4)],
+            **keys,
+        }
+        (folder / "manifest.yaml").write_text(yaml.safe_dump(manifest))
+        if hooks is not None:
+            (folder / "hooks.py").write_text(hooks)
+        for file, text in (files or {}).items():
+            (folder / file).write_text(text)
+        return folder
+
+    return make
+
+
+AROUND = """
+import time
+from nereid_backend.hooks import InvalidArgument, NamedArray, register_model
+from .offsets import BEFORE
+
+def preprocess(inputs):
+    ((_, x),) = inputs
+    if (x == 99).any():
+        raise InvalidArgument("99 is no measurement")
+    if (x == 98).any():
+        raise KeyError("the secret path /srv")
+    if (x == 97).any():
+        raise SystemExit(3)
+    return [NamedArray("x", x + BEFORE)]
+
+def postprocess(outputs):
+    return {"y": outputs[0].array * 10}
+
+register_model(preprocess=preprocess, postprocess=postprocess)
+"""
+
+
+def infer(client: Any, model: str, output: str, **arrays: np.ndarray) -> np.ndarray:
+    return client.infer(model, [input_tensor(n, a) for n, a in arrays.items()]).as_numpy(output)
+
+
+def test_hooks_run_around_the_executable_and_fail_their_own_request_only(
+    client: Any, triton: Any, doubling: Callable[..., Path]
+) -> None:
+    name = triton.add(doubling("around", AROUND, {"offsets.py": "import numpy as np\nBEFORE = np.float32(1)"}))
+    assert infer(client, name, "y", x=np.array([[1, 2, 3, 4]], np.float32)).tolist() == [[40, 60, 80, 100]]
+    outcome: dict[int, Any] = {}
+
+    def call(value: int) -> None:
+        with tritonclient.InferenceServerClient(triton.address) as own:
+            try:
+                outcome[value] = infer(own, name, "y", x=np.full((1, 4), value, np.float32))[0, 0].item()
+            except InferenceServerException as error:
+                outcome[value] = (error.status(), error.message())
+
+    threads = [threading.Thread(target=call, args=(value,)) for value in (*range(12), 97, 98, 99)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    details = "the server's log has the details"
+    assert outcome == {
+        **{value: (value + 1) * 20.0 for value in range(12)},
+        97: ("StatusCode.INTERNAL", f"preprocess of model 'around' failed with SystemExit; {details}"),
+        98: ("StatusCode.INTERNAL", f"preprocess of model 'around' failed with KeyError; {details}"),
+        99: ("StatusCode.INVALID_ARGUMENT", "99 is no measurement"),
+    }
