@@ -1,4 +1,4 @@
-# make install | demo | serve | test | lint | bench. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | lint | bench. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ SOURCES := nereid_backend converters native_service tests
 BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py \
 	tests/nereid_backend/test_executor.py tests/converters/test_bundles_on_triton.py
 
-.PHONY: install demo serve test lint bench clean
+.PHONY: install demo serve test thorough lint bench clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 	$(VENV)-numpy2/bin/python -m pytest $(BOTH_NUMPYS)
+
+# 10,000 made-up manifests, contracts and specifications each.
+thorough: $(VENV)/.test
+	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py

@@ -122,8 +122,7 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
         return prepared
     spec = replace(prepared.spec, coalesce=False, max_batch_size=0)
     which = f"variant {list(variant)}: " if variant else ""
-    note = f"requests run one by one, without padding, at exactly {list(spec.batch_sizes)} rows: {which}{problem}"
-    return Prepared(spec, prepared.files, (note,))
+    return Prepared(spec, prepared.files, (rows.kept_apart(spec, f"{which}{problem}"),))
 
 
 def _dependence(spec: ModelSpec, directory: Path) -> str | None:

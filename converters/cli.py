@@ -85,7 +85,8 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     spec = prepared.spec
     dynamic = f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
     sizes = ", ".join(map(str, spec.batch_sizes)) or dynamic
-    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes})")
+    variants = f", variants: {len(spec.variants)}" if spec.variants != ((),) else ""
+    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes}{variants})")
     for note in prepared.notes:
         click.echo(f"note: {source}: {note}", err=True)
     return True

@@ -19,7 +19,7 @@ import yaml
 from converters.yaml12 import load_yaml
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, ManifestError, short_repr
-from nereid_backend.spec import VARIABLE, TensorSpec
+from nereid_backend.spec import MAX_SIZE, VARIABLE, TensorSpec
 
 MANIFEST_FILE = "manifest.yaml"
 DEFAULT_WEIGHTS_FILE = "weights.safetensors"
@@ -173,6 +173,8 @@ def _tensor(raw: Any, where: str) -> ManifestTensor:
     name, letters = raw["name"], raw["shape"]
     if not name:
         raise ManifestError(f"{where} 'name' is empty")
+    if not name.isprintable():
+        raise ManifestError(f"{where} 'name' {short_repr(name)} has characters that cannot be printed; rename it")
     where = f"{where} {name!r}"
     dims = raw.get("dims")
     dims = {} if dims is None else dims
@@ -202,8 +204,8 @@ def _check_shape(letters: str, dims: Mapping[Any, Any], where: str) -> None:
             raise ManifestError(f"{where}: dims must not give the batch axis {key!r} a size")
         if type(size) is not int:
             raise ManifestError(f"{where}: dims {key!r} must be an integer, got {_kind(size)}")
-        if size == 0 or size < VARIABLE:
-            raise ManifestError(f"{where}: dims {key!r} must be > 0 or -1, got {size}")
+        if size == 0 or not VARIABLE <= size <= MAX_SIZE:
+            raise ManifestError(f"{where}: dims {key!r} must be > 0 or -1, at most {MAX_SIZE}, got {short_repr(size)}")
     for key in dims:
         if key not in letters:
             raise ManifestError(f"{where}: dims key {key!r} is not in shape {letters!r}")
@@ -219,7 +221,7 @@ def _batch_sizes(raw: Any) -> tuple[int, ...]:
         raise ManifestError(f"manifest 'batching' must be a mapping, got {_kind(raw)}")
     sizes = raw.get("compiled_batch_sizes")
     sizes = [] if sizes is None else sizes
-    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes):
         raise ManifestError(
             f"manifest 'batching.compiled_batch_sizes' must be a list of positive integers, got {short_repr(sizes)}"
         )
@@ -233,9 +235,10 @@ def _input_shapes(raw: Any) -> tuple[Mapping[str, int], ...]:
         raise ManifestError(f"manifest 'input_shapes' must be a list of mappings, got {_kind(raw)}")
     for entry in raw:
         for letter, size in entry.items():
-            if type(size) is not int or size <= 0:
+            if type(size) is not int or not 0 < size <= MAX_SIZE:
                 raise ManifestError(
-                    f"manifest 'input_shapes': size of {short_repr(letter)} must be > 0, got {short_repr(size)}"
+                    f"manifest 'input_shapes': size of {short_repr(letter)} must be > 0 (and <= {MAX_SIZE}), got "
+                    f"{short_repr(size)}"
                 )
     return tuple(dict(entry) for entry in raw)
 

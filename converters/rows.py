@@ -91,6 +91,12 @@ def dependence(engine: Engine, spec: ModelSpec, size: int, outputs: Sequence[Ten
     return None
 
 
+def kept_apart(spec: ModelSpec, why: str) -> str:
+    """The remark on a model whose rows must not share a run."""
+    exactly = f", without padding, at exactly {list(spec.batch_sizes)} rows" if spec.batch_sizes else ""
+    return f"requests run one by one{exactly}: {why}"
+
+
 def _run(engine: Engine, spec: ModelSpec, rows: Sequence[Row]) -> list[Array]:
     """The outputs of one run of ``rows``; copies both ways, as a model may write to its input or return it."""
     parts = zip(*rows, strict=True)

@@ -73,7 +73,7 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
         return Learned(
             tuple(_declared(o, batched) for o in outputs),
             False,
-            (f"requests run one by one: a trial run failed ({error})",),
+            (rows.kept_apart(spec, f"a trial run failed ({error})"),),
         )
     if len(alone) != len(outputs):
         raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
@@ -83,7 +83,7 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
     if size < 2:
         return Learned(specs, False)
     problem = rows.dependence(engine, spec, size, specs)
-    return Learned(specs, problem is None, (f"requests run one by one: {problem}",) if problem else ())
+    return Learned(specs, problem is None, (rows.kept_apart(spec, problem),) if problem else ())
 
 
 def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:

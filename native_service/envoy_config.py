@@ -36,6 +36,7 @@ QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 
 _ROUTES = "public"
+_UNIX = "unix:"
 _TRITON, _SERVICE, _MODEL_PREFIX = "triton", "service", "model_"
 _EXTRACTION = "envoy.filters.http.grpc_field_extraction"
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14
@@ -62,7 +63,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What does not change while Envoy runs. ``triton`` is the ``host:port`` of its gRPC."""
+    """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``."""
 
     bind: Address
     triton: str
@@ -108,14 +109,20 @@ def routes_file(models: Sequence[Admitted]) -> Json:
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits."""
-    host, _, port = settings.triton.rpartition(":")
-    triton = {"socket_address": {"address": host, "port_value": int(port)}}
+    triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
         _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, _TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
     ]
+
+
+def _endpoint(address: str) -> Json:
+    if address.startswith(_UNIX):
+        return {"pipe": {"path": address.removeprefix(_UNIX)}}
+    host, _, port = address.rpartition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
 def route_configuration(models: Sequence[Admitted]) -> Json:

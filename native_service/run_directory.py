@@ -27,6 +27,7 @@ _LOG = logging.getLogger("nereid.run")
 MARK = "NEREID_RUN"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
 _PROC = Path("/proc")
+_LONGEST_SOCKET_PATH = 107  # sun_path holds 108 with the terminating zero
 _KILL_WAIT_S = 5.0
 _KILL_POLL_S = 0.05
 
@@ -62,8 +63,13 @@ class RunDirectory:
 
     @property
     def short_path(self) -> str:
-        """The folder by a name of a few characters, for this process only: a socket's path may have 107."""
-        return f"/proc/self/fd/{self._folder}"
+        """The folder by a name of a few characters, for this user's processes: a socket's path may have 107."""
+        return f"/proc/{os.getpid()}/fd/{self._folder}"
+
+    def socket_path(self, name: str) -> str:
+        """Where to put a Unix socket: ``name`` in the folder, by the short path when the long one would not fit."""
+        path = str(self.path / name)
+        return path if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH else f"{self.short_path}/{name}"
 
     @property
     def shared_memory_prefix(self) -> str:

@@ -21,7 +21,7 @@ from native_service.front import Front
 from native_service.http_endpoints import HttpEndpoints
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
-from native_service.triton_process import TritonServer
+from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from nereid_backend.cache import cache_folder
 from nereid_backend.errors import BundleError, ModelLoadError, NereidError, SettingsError
 from nereid_backend.spec import ModelSpec
@@ -118,7 +118,11 @@ async def _start(
         sources = await converter.sources(settings)
         specs = await _convert_all(converter, sources, run.repository)
     triton = TritonServer(
-        install, run.repository, shared_memory_prefix=run.shared_memory_prefix, environment=run.environment
+        install,
+        run.repository,
+        shared_memory_prefix=run.shared_memory_prefix,
+        environment=run.environment,
+        grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
     )
     ending.push_async_callback(triton.stop)
     await triton.start()

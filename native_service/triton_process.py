@@ -1,4 +1,4 @@
-"""tritonserver as a child: started on loopback, told to load models one by one, and always brought to an end."""
+"""tritonserver as a child: out of other hosts' reach, told to load models one by one, and always brought to an end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,9 @@ from nereid_backend.errors import ModelLoadError, TritonUnavailable
 _LOG = logging.getLogger("nereid.triton")
 
 LOOPBACK = "127.0.0.1"
+# Triton appends a port to every address, also to a socket's path.
+SOCKET_SUFFIX = ":1"
+_UNIX = "unix:"
 _START_TIMEOUT_S = 60.0
 _START_POLL_S = 0.05
 _START_TRIES = 3
@@ -48,7 +51,7 @@ _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 @dataclass(frozen=True, slots=True)
 class TritonAddresses:
-    """Where the running server listens, each as ``127.0.0.1:port``."""
+    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``."""
 
     grpc: str
     http: str
@@ -65,8 +68,12 @@ class TritonServer:
         *,
         shared_memory_prefix: str,
         environment: Mapping[str, str] | None = None,
+        grpc_socket: str | None = None,
     ) -> None:
-        """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm."""
+        """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm.
+
+        gRPC listens on the Unix socket ``grpc_socket`` (it must end in ``SOCKET_SUFFIX``), or on a port of loopback.
+        """
         self._install = install
         self._repository = repository
         self._prefix = shared_memory_prefix
@@ -74,6 +81,7 @@ class TritonServer:
         # Other users of this machine may reach loopback; only we may change what is served. Like any argument it
         # shows in the process list: it keeps programs out by mistake, not a determined local user.
         self._key = secrets.token_hex(16)
+        self._grpc_socket = grpc_socket
         self._log = TritonLog()
         self._child: processes.Child | None = None
         self._readers: list[asyncio.Task[None]] = []
@@ -113,7 +121,7 @@ class TritonServer:
     async def start(self) -> None:
         """Return once the gRPC port answers. Raises TritonUnavailable with the reason."""
         for tries_left in reversed(range(_START_TRIES)):
-            addresses = _free_addresses()
+            addresses = _free_addresses(self._grpc_socket)
             self._log = TritonLog()
             self._child = await processes.start(self._command(addresses), self._environment)
             self._readers = _read_output(self._child, self._log)
@@ -292,20 +300,24 @@ async def _awaited(call: Any) -> Any:
     return await call
 
 
-def _free_addresses() -> TritonAddresses:
+def _free_addresses(grpc_socket: str | None) -> TritonAddresses:
     with contextlib.ExitStack() as held:
         ports = []
         for _ in range(3):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.bind((LOOPBACK, 0))
             ports.append(probe.getsockname()[1])
-    return TritonAddresses(*(f"{LOOPBACK}:{port}" for port in ports))
+    free = TritonAddresses(*(f"{LOOPBACK}:{port}" for port in ports))
+    return free if grpc_socket is None else replace(free, grpc=_UNIX + grpc_socket)
 
 
 async def _is_open(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        _, writer = await asyncio.open_connection(host, int(port))
+        if address.startswith(_UNIX):
+            _, writer = await asyncio.open_unix_connection(address.removeprefix(_UNIX))
+        else:
+            _, writer = await asyncio.open_connection(host, int(port))
     except OSError:
         return False
     writer.close()

@@ -21,6 +21,8 @@ from nereid_backend.records import mismatch, record
 FORMAT_VERSION = 1
 SPEC_FILE = "nereid.json"
 VARIABLE = -1
+MAX_SIZE = 2**31 - 1
+"""The largest dimension or batch: a batch size is an int32 in Triton's configuration."""
 
 Variant = tuple[int, ...]
 """Sizes of every variable input axis (``ModelSpec.variable_axes``); ``()`` where programs take any size there."""
@@ -237,15 +239,15 @@ def _check(spec: ModelSpec) -> None:
             dtypes.by_token(tensor.dtype)
         except BundleError as error:
             raise SpecError(f"{SPEC_FILE}: tensor {tensor.name!r}: {error}; convert the bundle again") from None
-        if any(size < VARIABLE for size in tensor.shape):
-            raise mismatch(f"shape of {tensor.name!r}", "of sizes >= -1", tensor.shape)
+        if not all(VARIABLE <= size <= MAX_SIZE for size in tensor.shape):
+            raise mismatch(f"shape of {tensor.name!r}", f"of sizes from -1 to {MAX_SIZE}", tensor.shape)
         if tensor.batch_axis is not None and not 0 <= tensor.batch_axis < len(tensor.shape):
             raise mismatch(f"batch_axis of {tensor.name!r}", f"below {len(tensor.shape)}", tensor.batch_axis)
-    if spec.max_batch_size < 0:
-        raise mismatch("max_batch_size", ">= 0", spec.max_batch_size)
+    if not 0 <= spec.max_batch_size <= MAX_SIZE:
+        raise mismatch("max_batch_size", f"from 0 to {MAX_SIZE}", spec.max_batch_size)
     variable = len(spec.variable_axes)
     for program in spec.programs:
-        if program.batch_size is not None and program.batch_size < 1:
-            raise mismatch(f"batch_size of {program.file!r}", ">= 1", program.batch_size)
+        if program.batch_size is not None and not 1 <= program.batch_size <= MAX_SIZE:
+            raise mismatch(f"batch_size of {program.file!r}", f"from 1 to {MAX_SIZE}", program.batch_size)
         if len(program.variant) not in {0, variable} or bool(program.variant) != bool(spec.programs[0].variant):
             raise mismatch(f"variant of {program.file!r}", f"{variable} sizes, as of every program", program.variant)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tritonclient.grpc import service_pb2
 from native_service.proto import inference_pb2 as pb
 from nereid_backend import dtypes
 
+WIRE_DTYPES = [row for row in dtypes.TABLE if row.kserve is not None]
 READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
 
 
@@ -130,3 +132,19 @@ def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], 
             response_deserializer=service_pb2.ModelInferResponse.FromString,
         )
         return infer(request, **call)
+
+
+def random_tensors(draw: Callable[[int], bytes], rows: int, width: int) -> dict[str, tuple[str, list[int], bytes]]:
+    """Inputs for ``raw_infer``: ``in_TOKEN`` of every wire dtype; ``draw`` gives so many random bytes."""
+    sent = {}
+    for row in WIRE_DTYPES:
+        data = draw(rows * width * row.size_bytes)
+        data = bytes(byte & 1 for byte in data) if row.token == "bool" else data
+        sent[f"in_{row.token}"] = (row.kserve, [rows, width], data)
+    return sent
+
+
+def answered(response: Any) -> dict[str, tuple[str, list[int], bytes]]:
+    """The outputs of ``raw_infer`` in the form of its inputs."""
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: (output.datatype, list(output.shape), data) for output, data in pairs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import raw_infer
+from serving import WIRE_DTYPES, answered, random_tensors, raw_infer
 
-from nereid_backend import dtypes
+from converters.convert import convert
 
 pytestmark = pytest.mark.triton
 
-WIRE_DTYPES = [row for row in dtypes.TABLE if row.kserve is not None]
 WIDTH = 5
 
 
@@ -79,17 +79,13 @@ def reversing(
 def test_random_bytes_of_every_dtype_survive_the_server_and_the_program(
     triton: Any, reversing: str, rows: int, random: Any
 ) -> None:
-    sent, expected = {}, {}
+    sent = random_tensors(random.randbytes, rows, WIDTH)
+    expected = {}
     for row in WIRE_DTYPES:
-        data = random.randbytes(rows * WIDTH * row.size_bytes)
-        if row.token == "bool":
-            data = bytes(byte & 1 for byte in data)
-        elements = np.frombuffer(data, f"V{row.size_bytes}").reshape(rows, WIDTH)
-        sent[f"in_{row.token}"] = (row.kserve, [rows, WIDTH], data)
-        expected[f"out_{row.token}"] = (row.kserve, [rows, WIDTH], elements[:, ::-1].tobytes())
-    response = raw_infer(triton.address, reversing, sent)
-    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
-    assert {o.name: (o.datatype, list(o.shape), data) for o, data in pairs} == expected
+        kserve, shape, data = sent[f"in_{row.token}"]
+        reversed_rows = np.frombuffer(data, f"V{row.size_bytes}").reshape(shape)[:, ::-1]
+        expected[f"out_{row.token}"] = kserve, shape, reversed_rows.tobytes()
+    assert answered(raw_infer(triton.address, reversing, sent)) == expected
 
 
 def test_variants_are_told_apart_by_the_sizes_of_a_request(triton: Any, make_pool: Any) -> None:
@@ -105,33 +101,42 @@ def test_variants_are_told_apart_by_the_sizes_of_a_request(triton: Any, make_poo
     assert (caught.value.code(), text in caught.value.details()) == (code, True)
 
 
-def test_triton_hands_over_requests_of_one_shape_at_a_time(triton: Any, make_pool: Any, tmp_path: Path) -> None:
-    """What a user sees of variants under load: a shape that alternates is not coalesced, runs of one shape are."""
-    from converters.convert import convert
+WATCHED = """
+import time
+from nereid_backend.model import TritonPythonModel as Model
 
+class TritonPythonModel(Model):
+    def initialize(self, args):
+        super().initialize(args)
+        self.shapes, run = [], self._engine.run
+        self._engine.run = lambda inputs: self.shapes.append(inputs[0].shape) or run(inputs)
+
+    def execute(self, requests):
+        time.sleep(0.05)
+        self.shapes.clear()
+        responses = super().execute(requests)
+        with open({log!r}, "a") as file:
+            file.write(repr((len(requests), self.shapes)) + chr(10))
+        return responses
+"""
+
+
+def test_variants_that_arrive_mixed_share_a_call_and_by_variant_a_run(
+    triton: Any, make_pool: Any, tmp_path: Path
+) -> None:
+    name = convert(make_pool(sizes=((1, 8), (1, 8))), triton.repository, name="watched").spec.name
     log = tmp_path / "calls"
-    path = convert(make_pool(), triton.repository, name="watched").spec.name
-    (triton.repository / path / "1" / "model.py").write_text(
-        "import time\n"
-        "from nereid_backend.model import TritonPythonModel as Model\n"
-        "class TritonPythonModel(Model):\n"
-        "    def execute(self, requests):\n"
-        "        time.sleep(0.05)\n"
-        "        import triton_python_backend_utils as pb\n"
-        "        shapes = [list(pb.get_input_tensor_by_name(r, 'img').shape()) for r in requests]\n"
-        f"        open({str(log)!r}, 'a').write(str(shapes) + chr(10))\n"
-        "        return super().execute(requests)\n"
-    )
-    triton.load("watched")
-    shapes = [(1, 2, 4), (1, 5, 3)] * 8
+    (triton.repository / name / "1" / "model.py").write_text(WATCHED.format(log=str(log)))
+    triton.load(name)
+    shapes = [(1, 2, 4), (1, 5, 3)] * 12
     results = together(
-        [lambda shape=shape: floats(triton.address, "watched", img=np.ones(shape, np.float32)) for shape in shapes]
+        [lambda shape=shape: floats(triton.address, name, img=np.ones(shape, np.float32)) for shape in shapes]
     )
     assert results == [[2 * np.prod(shape)] for shape in shapes]
-    calls = [eval(line) for line in log.read_text().splitlines()]
-    assert sum(map(len, calls)) == len(shapes)
-    print(calls)
-    assert [len({tuple(shape) for shape in call}) for call in calls] == [1] * len(calls)
+    calls = [ast.literal_eval(line) for line in log.read_text().splitlines()]
+    assert sum(requests for requests, _ in calls) == len(shapes)
+    assert all(len(runs) <= 2 for _, runs in calls), "a variant ran twice in one call"
+    assert max(requests for requests, runs in calls if len(runs) == 2) > 2, "no mixed call ever shared a run"
 
 
 def matrix_times(x: Any, w: Any) -> Any:

@@ -10,8 +10,11 @@ from made_up import MANY, damaged
 
 from converters import contract as contracts
 from converters.contract import Contract, ContractTensor, parse
+from converters.graph import input_spec
+from converters.repository import config_text
 from nereid_backend import dtypes
 from nereid_backend.errors import ContractError
+from nereid_backend.spec import ModelSpec
 
 WIRE = {row.token: row.kserve for row in dtypes.TABLE if row.kserve}
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
@@ -148,6 +151,7 @@ BLOCK = 'input { name: "a" dims: [1] } output { name: "b" dims: [1] } '
         ("input {\nname: a\ndims: [1]\nshape: [2]\n}", "unknown key 'shape'; known here: name, data_type, dims"),
         ("input {\nname: a\ninput {\n}\n}", "a block inside a block"),
         ("input {\nname: a\ndims: [1]\n", "a block is not closed"),
+        ('input { name: "a\\tb" dims: [1] } output { name: "b" dims: [1] }', "characters that cannot be printed"),
         ("input { name: a dims: [1] }", "not valid text format"),
     ],
 )
@@ -201,5 +205,7 @@ def test_made_up_text_raises_nothing_but_contract_errors(text: str) -> None:
     except ContractError:
         return
     assert got.outputs
-    assert 0 <= got.max_batch_size < 2**31
-    assert all(d == -1 or d >= 1 for t in (*got.inputs, *got.outputs) for d in t.dims or ())
+    served = (tuple(input_spec(t, got.max_batch_size) for t in tensors) for tensors in (got.inputs, got.outputs))
+    spec = ModelSpec("m", "e", "p", *served, (), max_batch_size=got.max_batch_size)
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert config_text(spec)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from native_service import embedded_triton
-from native_service.triton_process import TritonServer
+from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
 
@@ -36,6 +36,19 @@ def test_it_starts_loads_and_stops(server: TritonServer) -> None:
             pid = server.pid
         assert is_gone(pid)
         assert not await server.is_ready()
+
+    asyncio.run(scenario())
+
+
+def test_grpc_can_be_a_socket_of_the_file_system(tritonserver: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        install = await embedded_triton.find(tritonserver)
+        path = str(tmp_path / f"triton{SOCKET_SUFFIX}")
+        async with TritonServer(install, tmp_path, shared_memory_prefix="nereid-test-1-", grpc_socket=path) as server:
+            await server.start()
+            assert server.addresses.grpc == f"unix:{path}"
+            assert Path(path).is_socket()
+            assert await server.is_ready()
 
     asyncio.run(scenario())
 
