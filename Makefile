@@ -7,8 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 SOURCES := nereid_backend converters native_service tests
 # What must hold on both numpy generations.
-BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py \
-	tests/nereid_backend/test_executor.py tests/converters/test_bundles_on_triton.py
+BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_meta_on_triton.py \
+	tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py tests/nereid_backend/test_executor.py \
+	tests/converters/test_bundles_on_triton.py
 
 .PHONY: install demo serve test thorough lint bench clean
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from converters import hooks, meta, rows
@@ -48,11 +49,15 @@ class ModuleFile:
 
 
 def read(
-    directory: Path, name: str, device: str, batch_sizes: BatchSizes = "all", callees: Path | None = None
+    directory: Path,
+    name: str,
+    device: str,
+    batch_sizes: BatchSizes = "all",
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
     """Read and check a bundle. Raises a BundleError subclass, or EngineMissing without jax.
 
-    ``callees`` is the repository that holds the models a meta model calls.
+    ``callees`` holds, by name, the models that a meta model may call.
     """
     code = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
     manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(code))

@@ -45,7 +45,7 @@ def command(
     A SOURCE that is none of these itself stands for the models directly below it.
     """
     from converters.convert import model_name
-    from converters.meta import calls_of
+    from converters.discover import calls_of
 
     signal.signal(signal.SIGTERM, _leave)
     found = [model for source in sources for model in _found(source)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from converters import bundle, folder, graph, repository
+from converters import bundle, discover, folder, graph, meta, repository
 from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
@@ -28,11 +30,11 @@ def prepare(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
-    callees: Path | None = None,
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses.
 
-    ``callees`` is the repository that holds the models a meta model calls, converted already.
+    ``callees`` holds, by name, the models that a meta model may call.
     """
     parse_device(device)
     name = model_name(source) if name is None else name
@@ -71,10 +73,16 @@ def convert(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    callees: Mapping[str, ModelSpec] | None = None,
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
-    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written."""
+    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written.
+
+    The callees of a meta model are those in ``target`` unless ``callees`` gives them.
+    """
+    if callees is None:
+        callees = meta.callees_in(target, discover.calls_of(source) or ())
     prepared = prepare(
         source,
         name=name,
@@ -82,7 +90,7 @@ def convert(
         backend=backend,
         max_batch_size=max_batch_size,
         batch_sizes=batch_sizes,
-        callees=target,
+        callees=callees,
     )
     repository.write(prepared, target, link=link, force=force)
     return prepared

@@ -1,16 +1,15 @@
 """Reader of meta models: bundles whose own Python code calls other models.
 
-The callees' contracts are taken from the repository they were converted into, so they come first.
+Their contracts are copied into its specification, so they are converted first.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from converters import manifest as manifests
 from converters import repository
 from converters.manifest import CONCURRENCY, MANIFEST_FILE, Manifest, ManifestTensor
 from converters.prepared import Prepared, Source
@@ -26,19 +25,17 @@ _NOT_CODE = (MANIFEST_FILE, "model.jl")
 _TAKEN = (repository.MODEL_FILE, SPEC_FILE)
 
 
-def calls_of(source: Path) -> tuple[str, ...] | None:
-    """The callees that a meta model's manifest declares; None for every other model, also a broken one."""
-    if not (source / MANIFEST_FILE).is_file():
-        return None
-    try:
-        manifest = manifests.read(source / MANIFEST_FILE, has_hook=True)
-    except ManifestError:
-        return None
-    return manifest.calls if manifest.kind == "meta" else None
+def callees_in(folder: Path, names: Iterable[str]) -> dict[str, ModelSpec]:
+    """Those of ``names`` that are in the repository ``folder``. Raises SpecError for one that cannot be read."""
+    found = {}
+    for name in names:
+        if repository.is_name(name) and (folder / name / repository.VERSION / SPEC_FILE).is_file():
+            found[name] = ModelSpec.read(folder / name / repository.VERSION)
+    return found
 
 
-def read(directory: Path, name: str, manifest: Manifest, callees: Path | None) -> Prepared:
-    """Read and check a meta model whose callees are in the repository ``callees``. Raises BundleError subclasses."""
+def read(directory: Path, name: str, manifest: Manifest, callees: Mapping[str, ModelSpec]) -> Prepared:
+    """Read and check a meta model that may call ``callees``. Raises BundleError subclasses."""
     if not (directory / USER_CODE).is_file():
         raise BundleError(
             f"the meta model has Julia code (model.jl), which Python cannot run; write a {USER_CODE} that calls "
@@ -87,18 +84,13 @@ def _any_rows(tensor: ManifestTensor) -> TensorSpec:
     return replace(tensor.spec(), batch_axis=None)
 
 
-def _contract(callee: str, name: str, callees: Path | None) -> ModelSpec:
-    repository.check_name(callee)
+def _contract(callee: str, name: str, callees: Mapping[str, ModelSpec]) -> ModelSpec:
     if callee == name:
         raise ManifestError(f"manifest 'meta.calls' lists the model itself ({name!r})")
-    directory = None if callees is None else callees / callee / repository.VERSION
-    if directory is None or not (directory / SPEC_FILE).is_file():
+    if callee not in callees:
         raise BundleError(
-            f"the meta model calls {callee!r}, which is not in the repository; convert it too, into the same one"
+            f"the meta model calls {callee!r}, which is not among the converted models; convert it as well"
         )
-    spec = ModelSpec.read(directory)
-    if spec.calls is not None:
-        raise BundleError(
-            f"the meta model calls {callee!r}, which is a meta model too; call that one's callees instead"
-        )
-    return spec.contract
+    if callees[callee].calls is not None:
+        raise BundleError(f"the meta model calls {callee!r}, which is a meta model too; call what that one calls")
+    return callees[callee].contract

@@ -32,9 +32,14 @@ _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
+def is_name(name: str) -> bool:
+    """Whether a model may be called ``name``."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> None:
     """Raise BundleError unless a model may be called ``name``."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise BundleError(
             f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name"
         )
@@ -58,9 +63,10 @@ def config(spec: ModelSpec) -> Any:
         # No delay (500 us of it makes a lone client 2.4x slower and gains nothing under load) and no queue policy
         # (on one instance each of them makes requests wait for a 500 ms tick).
         message.dynamic_batching.SetInParent()
-        # Else Triton ends a batch where the shape changes; the runtime sorts variants into runs itself.
+        # Else Triton ends a batch where the shape changes; the runtime sorts variants into runs itself, and hooks make
+        # one shape of many.
         for field in message.input:
-            field.allow_ragged_batch = spec.variants != ((),)
+            field.allow_ragged_batch = spec.variants != ((),) or spec.hooks is not None
     return message
 
 

@@ -11,15 +11,17 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, TextIO
+
+from pydantic import ValidationError
 
 from native_service import processes
 from native_service.settings import DEFAULT_CAPACITY, DEFAULT_SIGNATURE, ModelSettings, Settings
-from nereid_backend.errors import BundleError, NereidError
+from nereid_backend.errors import BundleError, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.convert")
@@ -31,10 +33,15 @@ _LAST_LINES_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model on disk and what the settings say about it."""
+    """A model on disk and what the settings say about it.
+
+    ``calls`` is None except for a meta model. ``hidden``: it is there for a meta model only and not for clients.
+    """
 
     path: Path
     settings: ModelSettings
+    calls: tuple[str, ...] | None = None
+    hidden: bool = False
 
 
 class Converter:
@@ -56,9 +63,10 @@ class Converter:
         await self._end()
 
     async def sources(self, settings: Settings) -> list[Source]:
-        """Every model the settings name, or every one in the folder when they name none.
+        """Every model the settings name, or every one in the folder when they name none; callees before metas.
 
-        Raises BundleError with one line per model that is not there.
+        A meta model's callees come along, hidden unless the settings name them. Raises BundleError with one line per
+        model that is not there.
         """
         folder = settings.server.folder
         if settings.models:
@@ -67,15 +75,21 @@ class Converter:
         if not found:
             raise BundleError(f"{folder} holds no bundle, nereid folder or .onnx file")
         models: dict[str, Source] = {}
-        for name, path in found:
+        for name, path, calls in found:
             if name in models:
                 raise BundleError(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
             settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
-            models[name] = Source(Path(path), settings_of_model)
-        return list(models.values())
+            models[name] = Source(Path(path), settings_of_model, _names(calls))
+        called = {callee for source in models.values() for callee in source.calls or ()}
+        return _callees_first(replace(source, hidden=name in called) for name, source in models.items())
 
-    async def convert(self, source: Source, repository: Path) -> ModelSpec:
-        """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError."""
+    async def convert(
+        self, source: Source, repository: Path, others: Mapping[str, ModelSpec] = MappingProxyType({})
+    ) -> ModelSpec:
+        """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError.
+
+        ``others`` are the models converted before, by name: a meta model finds its callees among them.
+        """
         model = source.settings
         if model.signature != DEFAULT_SIGNATURE:
             raise BundleError(
@@ -92,22 +106,36 @@ class Converter:
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
                 "batch_sizes": model.options.batch_sizes,
+                "callees": {name: others[name].to_json() for name in source.calls or () if name in others},
             }
         )
         return ModelSpec.from_json(answer["spec"])
 
     async def _named(self, folder: Path, settings: Settings) -> list[Source]:
-        sources, missing = [], []
-        for model in settings.models:
+        sources, missing = {}, []
+        waiting = [(model, f"model {model.name!r}", False) for model in settings.models]
+        while waiting:
+            model, who, hidden = waiting.pop(0)
             candidates = (folder / model.name, folder / f"{model.name}.onnx")
             path = next((candidate for candidate in candidates if candidate.exists()), None)
             if path is None:
-                missing.append(f"model {model.name!r}: neither {candidates[0]} nor {candidates[1].name} is there")
-            else:
-                sources.append(Source(path, model))
+                missing.append(f"{who}: neither {candidates[0]} nor {candidates[1].name} is there")
+                continue
+            calls = _names((await self._ask({"do": "calls", "path": str(path)}))["calls"])
+            sources[model.name] = Source(path, model, calls, hidden)
+            for callee in calls or ():
+                if callee in sources or any(callee == other.name for other, *_ in waiting):
+                    continue
+                try:
+                    # On the device of who calls it. Nobody else reaches it, so its permits are never asked for.
+                    called = ModelSettings(name=callee, device=model.device, queue_capacity=model.queue_capacity)
+                except ValidationError:
+                    missing.append(f"{who} calls {short_repr(callee)}, which cannot be the name of a model")
+                else:
+                    waiting.append((called, f"{who} calls {callee!r}", True))
         if missing:
             raise BundleError("\n".join(missing))
-        return sources
+        return _callees_first(sources.values())
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         child = await self._running()
@@ -155,6 +183,14 @@ class Converter:
             child.close()
 
 
+def _names(calls: list[str] | None) -> tuple[str, ...] | None:
+    return None if calls is None else tuple(calls)
+
+
+def _callees_first(sources: Iterable[Source]) -> list[Source]:
+    return sorted(sources, key=lambda source: source.calls is not None)
+
+
 async def _log(stream: asyncio.StreamReader) -> None:
     async for line in processes.lines(stream):
         _LOG.info("%s", line)
@@ -162,9 +198,15 @@ async def _log(stream: asyncio.StreamReader) -> None:
 
 def _find(request: Mapping[str, Any]) -> dict[str, Any]:
     from converters.convert import model_name
-    from converters.discover import find
+    from converters.discover import calls_of, find
 
-    return {"found": [(model_name(path), str(path)) for path in find(Path(request["path"]))]}
+    return {"found": [(model_name(path), str(path), calls_of(path)) for path in find(Path(request["path"]))]}
+
+
+def _calls(request: Mapping[str, Any]) -> dict[str, Any]:
+    from converters.discover import calls_of
+
+    return {"calls": calls_of(Path(request["path"]))}
 
 
 def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,15 +220,18 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
         batch_sizes=request["batch_sizes"],
+        callees={name: ModelSpec.from_json(text) for name, text in request["callees"].items()},
         link=True,
     )
+    for note in prepared.notes:
+        logging.getLogger("nereid.convert").warning("model %r: %s", prepared.spec.name, note)
     check_device(prepared.spec)
     return {"spec": prepared.spec.to_json()}
 
 
 def _answer_requests(requests: TextIO, answers: TextIO) -> None:
     """The child's loop: one request a line, one answer a line."""
-    work = {"find": _find, "convert": _convert}
+    work = {"find": _find, "calls": _calls, "convert": _convert}
     for line in requests:
         request = json.loads(line)
         try:

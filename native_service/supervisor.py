@@ -129,9 +129,13 @@ async def _start(
     await _load_all(triton, specs, server.limits.load_timeout_s)
     front = Front(envoy, run, triton)
     ending.push_async_callback(front.stop)
-    models = [Admitted(spec, source.settings.queue_capacity) for spec, source in zip(specs, sources, strict=True)]
+    models = [
+        Admitted(spec, source.settings.queue_capacity)
+        for spec, source in zip(specs, sources, strict=True)
+        if not source.hidden
+    ]
     public = await front.start(models, server)
-    names = tuple(spec.name for spec in specs)
+    names = tuple(model.spec.name for model in models)
     http, where = None, triton.addresses
     if server.http is not None:
         endpoints = HttpEndpoints(
@@ -144,17 +148,19 @@ async def _start(
 
 async def _convert_all(converter: Converter, sources: Sequence[Source], repository: Path) -> list[ModelSpec]:
     """The specification of every source. Raises BundleError with one line per model that failed."""
-    specs, problems = [], []
+    specs: dict[str, ModelSpec] = {}
+    problems = []
     for source in sources:
+        name = source.settings.name
         try:
-            specs.append(await converter.convert(source, repository))
+            specs[name] = await converter.convert(source, repository, specs)
         except NereidError as error:
-            problems.append(f"model {source.settings.name!r}: {error}")
+            problems.append(f"model {name!r}: {error}")
         else:
-            _LOG.info("converted %s", source.settings.name)
+            _LOG.info("converted %s", name)
     if problems:
         raise BundleError("\n".join(problems))
-    return specs
+    return list(specs.values())
 
 
 async def _load_all(triton: TritonServer, specs: Sequence[ModelSpec], timeout_s: float) -> None:

@@ -92,8 +92,8 @@ def test_the_gate_is_for_meta_models_only(make_bundle: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("keys", "error", "said"),
     [
-        ({"calls": ["absent"]}, BundleError, "calls 'absent', which is not in the repository"),
-        ({"calls": ["../linear"]}, BundleError, "'../linear' has characters outside"),
+        ({"calls": ["absent"]}, BundleError, "calls 'absent', which is not among the converted models"),
+        ({"calls": ["../linear"]}, BundleError, "calls '../linear', which is not among"),
         ({"calls": ["pipeline"]}, ManifestError, "lists the model itself"),
         ({"calls": ["outer"]}, BundleError, "calls 'outer', which is a meta model too"),
         ({"code": "def run(:\n"}, UserCodeError, "hooks.py line 1: is not Python"),

@@ -38,11 +38,21 @@ def convert(source, target, *, name, device, **options):
         raise ZeroDivisionError("oops")
     (target / name).mkdir()
     many = tuple(TensorSpec("weight" * 20 + str(n), "f32", (1,)) for n in range(2000 if name == "large" else 1))
-    return SimpleNamespace(spec=ModelSpec(name, "fake", device, many, (), ()))
+    return SimpleNamespace(spec=ModelSpec(name, "fake", device, many, (), ()), notes=[f"{name} was made up"])
 
 def check_device(spec):
     if spec.platform == "cuda:0":
         raise DeviceMissing("no CUDA device 0 here")
+"""
+
+
+# A model that holds words is a meta model, which calls them.
+FAKE_DISCOVER = """
+def find(path):
+    return sorted(path.iterdir())
+
+def calls_of(path):
+    return path.is_file() and path.read_text().split() or None
 """
 
 
@@ -52,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "convert.py").write_text(FAKE)
-    (package / "discover.py").write_text("def find(path):\n    return sorted(path.iterdir())\n")
+    (package / "discover.py").write_text(FAKE_DISCOVER)
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{root}")
     models = tmp_path / "models"
@@ -95,8 +105,8 @@ def test_a_model_s_failure_does_not_touch_the_next(folder: Path) -> None:
 def test_the_options_of_a_model_reach_its_conversion(folder: Path) -> None:
     async def scenario(converter: Converter) -> None:
         keys = {"backend": "onnx", "options": {"batch_sizes": "largest", "max_batch_size": 3}}
-        told = await problem(converter, folder, "options", **keys)
-        assert {("backend", "onnx"), ("batch_sizes", "largest"), ("max_batch_size", 3)} <= set(ast.literal_eval(told))
+        told = dict(ast.literal_eval(await problem(converter, folder, "options", **keys)))
+        assert (told["backend"], told["batch_sizes"], told["max_batch_size"]) == ("onnx", "largest", 3)
 
     run(scenario)
 
@@ -163,3 +173,49 @@ def test_named_models_are_looked_up_and_all_missing_ones_told(folder: Path) -> N
 
     run(scenario)
     assert list((folder.parent / "repository").iterdir()) == []
+
+
+def test_callees_of_a_folder_are_hidden_and_come_first(folder: Path) -> None:
+    for name, calls in {"a": "c", "b": "", "c": "", "d": "c gone"}.items():
+        (folder / name).write_text(calls)
+
+    async def scenario(converter: Converter) -> None:
+        sources = await converter.sources(settings.for_folder(folder))
+        assert [(s.settings.name, s.hidden, s.calls) for s in sources] == [
+            ("b", False, None), ("c", True, None), ("a", False, ("c",)), ("d", False, ("c", "gone")),
+        ]  # fmt: skip
+
+    run(scenario)
+
+
+def test_callees_that_the_settings_do_not_name_come_along_hidden(folder: Path) -> None:
+    for name, calls in {"a": "c e", "c": "", "e": "", "other": ""}.items():
+        (folder / name).write_text(calls)
+    model = {"device": "cuda:1", "queue_capacity": 2}
+    told = settings.for_folder(folder).model_copy(
+        update={"models": tuple(ModelSettings(name=name, **model) for name in ("a", "e"))}
+    )
+
+    async def scenario(converter: Converter) -> None:
+        sources = await converter.sources(told)
+        assert [(s.settings.name, s.hidden, s.settings.device) for s in sources] == [
+            ("e", False, "cuda:1"), ("c", True, "cuda:1"), ("a", False, "cuda:1"),
+        ]  # fmt: skip
+        (folder / "a").write_text("../models/c")
+        with pytest.raises(BundleError, match=r"model 'a' calls '../models/c', which cannot be the name of a model"):
+            await converter.sources(told)
+        (folder / "a").write_text("gone")
+        with pytest.raises(BundleError, match=r"model 'a' calls 'gone': neither .*gone nor gone.onnx is there"):
+            await converter.sources(told)
+
+    run(scenario)
+
+
+def test_what_the_converter_remarks_on_a_model_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "nereid.convert")
+
+    async def scenario(converter: Converter) -> None:
+        await convert(converter, folder, "fine")
+
+    run(scenario)
+    assert "WARNING model 'fine': fine was made up" in caplog.messages

@@ -27,7 +27,7 @@ def convert(source, target, *, name, **_):
         raise ManifestError("manifest.yaml: outputs are missing")
     if name.startswith("slow"):
         time.sleep(60)
-    return SimpleNamespace(spec=ModelSpec(name, "fake", "fake", (), (), ()))
+    return SimpleNamespace(spec=ModelSpec(name, "fake", "fake", (), (), ()), notes=())
 
 def check_device(spec):
     pass
@@ -46,7 +46,9 @@ class Nereid:
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "convert.py").write_text(CONVERT)
-        (package / "discover.py").write_text("def find(path):\n    return sorted(path.iterdir())\n")
+        (package / "discover.py").write_text(
+            "def find(path):\n    return sorted(path.iterdir())\n\ndef calls_of(path):\n    return None\n"
+        )
         self._environment = {
             **os.environ,
             "NEREID_CACHE_DIR": str(self.cache),
