@@ -18,13 +18,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from converters.manifest import CLIENT_AXIS_ORDER, POSTPROCESS, PREPROCESS, Manifest, ManifestTensor
+from converters import stages
+from converters.manifest import CLIENT_AXIS_ORDER, HOOK_PROCESSES, Manifest, ManifestTensor
 from converters.meta import CODE_NOTE, check_code, files_for_code
 from converters.prepared import Prepared, Source
 from nereid_backend import builtins
 from nereid_backend.builtins import Builtin
 from nereid_backend.errors import BundleError, ManifestError, RecordError
-from nereid_backend.spec import VARIABLE, BuiltinSpec, Hooks, TensorSpec
+from nereid_backend.spec import POSTPROCESS, PREPROCESS, VARIABLE, BuiltinSpec, Hooks, TensorSpec
 from nereid_backend.user_code import USER_CODE
 
 WIRE_ORDER = (
@@ -54,16 +55,19 @@ def attach(prepared: Prepared, manifest: Manifest, directory: Path) -> Prepared:
         client_outputs=_client_tensors(manifest.client_outputs, outputs, "output", code=code),
         preprocess=tuple(map(_spec_of, before)),
         postprocess=tuple(map(_spec_of, after)),
-        code=code,
+        code=(PREPROCESS, POSTPROCESS) if code else (),
     )
     files = {**_files(directory, [*before, *after], code=code), **prepared.files}
     notes = [*prepared.notes, *_notes(manifest)]
     if code:
         check_code(directory / USER_CODE)
         notes.append(CODE_NOTE)
-    if not all(tensor.batch_axis == 0 for tensor in (*hooks.client_inputs, *hooks.client_outputs)):
-        spec = replace(spec, max_batch_size=0)
-    return Prepared(replace(spec, hooks=hooks), files, tuple(notes))
+    prepared = Prepared(replace(spec, hooks=hooks), files, tuple(notes))
+    batched = all(tensor.batch_axis == 0 for tensor in (*hooks.client_inputs, *hooks.client_outputs))
+    processes = manifest.options.get(HOOK_PROCESSES)
+    if processes is None and (batched or not spec.max_batch_size):
+        return prepared
+    return stages.split(prepared, processes or stages.DEFAULT_PROCESSES)
 
 
 def _declared(manifest: Manifest, stage: str, letters: Mapping[str, str]) -> list[Builtin]:

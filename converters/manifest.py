@@ -19,17 +19,17 @@ import yaml
 from converters.yaml12 import load_yaml
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, ManifestError, short_repr
-from nereid_backend.spec import MAX_SIZE, VARIABLE, TensorSpec
+from nereid_backend.spec import MAX_SIZE, POSTPROCESS, PREPROCESS, VARIABLE, TensorSpec
 
 MANIFEST_FILE = "manifest.yaml"
 DEFAULT_WEIGHTS_FILE = "weights.safetensors"
 VERSIONS = ("2", "2.0", "2.1")
 BATCH_LETTERS = frozenset("nb")
 CONCURRENCY = "concurrency"
-MOST_CONCURRENT = 64
-PREPROCESS, POSTPROCESS = "preprocess", "postprocess"
+HOOK_PROCESSES = "hook_processes"
+MOST_PROCESSES = 64
 CLIENT_AXIS_ORDER, AXIS_ORDERS = "client_axis_order", ("julia", "wire")
-_OPTIONS = (CONCURRENCY, PREPROCESS, POSTPROCESS, CLIENT_AXIS_ORDER)
+_OPTIONS = (CONCURRENCY, PREPROCESS, POSTPROCESS, HOOK_PROCESSES, CLIENT_AXIS_ORDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,16 +308,23 @@ def _validate_meta(manifest: Manifest, has_hook: bool) -> None:
         raise ManifestError(f"manifest 'meta.calls' lists itself ({manifest.name!r})")
     if manifest.input_shapes:
         raise ManifestError("manifest of kind meta must not have 'input_shapes'")
-    concurrency = manifest.options.get(CONCURRENCY, 1)
-    if type(concurrency) is not int or not 0 < concurrency <= MOST_CONCURRENT:
+    _check_processes(manifest, CONCURRENCY)
+
+
+def _check_processes(manifest: Manifest, key: str) -> None:
+    count = manifest.options.get(key, 1)
+    if type(count) is not int or not 0 < count <= MOST_PROCESSES:
         raise ManifestError(
-            f"manifest 'nereid.{CONCURRENCY}' must be an integer from 1 to {MOST_CONCURRENT}, got {_kind(concurrency)}"
+            f"manifest 'nereid.{key}' must be an integer from 1 to {MOST_PROCESSES}, got {_kind(count)}"
         )
 
 
 def _validate_model(manifest: Manifest, has_hook: bool) -> None:
     if CONCURRENCY in manifest.options:
         raise ManifestError(f"manifest 'nereid.{CONCURRENCY}' is for kind meta only")
+    _check_processes(manifest, HOOK_PROCESSES)
+    if HOOK_PROCESSES in manifest.options and not has_hook:
+        raise ManifestError(f"manifest 'nereid.{HOOK_PROCESSES}' is for bundles with hooks only")
     if (manifest.client_inputs or manifest.client_outputs) and not has_hook:
         raise ManifestError(
             "client_inputs and client_outputs are only valid when model.jl is present (here: hooks.py, or built-ins "

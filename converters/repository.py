@@ -54,6 +54,10 @@ def config(spec: ModelSpec) -> Any:
     for tensors, field in ((spec.client_inputs, message.input), (spec.client_outputs, message.output)):
         for tensor in tensors:
             field.add(name=tensor.name, data_type=_data_type(pb, tensor), dims=spec.dims(tensor))
+    if spec.stages:
+        message.platform, message.backend = "ensemble", ""
+        _schedule(message.ensemble_scheduling, spec)
+        return message
     kind, index = parse_device(spec.device)
     group = message.instance_group.add(count=spec.instances, kind=pb.ModelInstanceGroup.KIND_CPU)
     if kind == "cuda":
@@ -70,6 +74,22 @@ def config(spec: ModelSpec) -> Any:
     return message
 
 
+def _schedule(scheduling: Any, spec: ModelSpec) -> None:
+    """The steps of an ensemble: each takes what the one before it gives; the first and the last face the client."""
+    last = len(spec.stages)
+    for number, stage in enumerate(spec.stages):
+        step = scheduling.step.add(model_name=stage.name, model_version=-1)
+        for tensor in stage.inputs:
+            step.input_map[tensor.name] = _between(number, last, tensor)
+        for tensor in stage.outputs:
+            step.output_map[tensor.name] = _between(number + 1, last, tensor)
+
+
+def _between(number: int, last: int, tensor: TensorSpec) -> str:
+    # On the two sides of a step, and to the client, one name may mean different tensors.
+    return f"{number} {tensor.name}" if 0 < number < last else tensor.name
+
+
 def config_text(spec: ModelSpec) -> str:
     """config.pbtxt of a model, parsed back and compared. Raises RepositoryError."""
     message = config(spec)
@@ -82,13 +102,17 @@ def config_text(spec: ModelSpec) -> str:
 def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
     """Write a model into ``repository`` and return its directory. Raises RepositoryError.
 
-    ``link``: artifacts are hard links (symbolic ones across file systems) instead of copies; they then change when
-    their source is changed in place. ``force``: replace a model of that name.
+    The stages of an ensemble are written first, each a directory beside it. ``link``: artifacts are hard links
+    (symbolic ones across file systems) instead of copies; they then change when their source is changed in place.
+    ``force``: replace a model of that name.
     """
     spec = prepared.spec
     target = repository / spec.name
     text = config_text(spec)
-    _check_replaceable(target, prepared, force=force)
+    for each in (prepared, *prepared.stages):
+        _check_replaceable(repository / each.spec.name, each, force=force)
+    for stage in prepared.stages:
+        write(stage, repository, link=link, force=force)
     try:
         repository.mkdir(parents=True, exist_ok=True)
         with _scratch(repository) as scratch:
@@ -96,7 +120,8 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             version = fresh / VERSION
             version.mkdir(parents=True)
             _write_text(fresh / CONFIG_FILE, text)
-            _write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
+            if not spec.stages:
+                _write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
             _write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
                 place(source, version / name, link=link)

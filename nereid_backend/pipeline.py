@@ -20,7 +20,7 @@ from nereid_backend.batching import Array, OutputCheck
 from nereid_backend.errors import HookError, NereidError, OutputError
 from nereid_backend.executor import Executor
 from nereid_backend.hooks import Arrays, ModelHooks, NamedArray, by_name, unchanged
-from nereid_backend.spec import VARIABLE, BuiltinSpec, ModelSpec, TensorSpec
+from nereid_backend.spec import POSTPROCESS, PREPROCESS, VARIABLE, BuiltinSpec, ModelSpec, TensorSpec
 
 _MOST_THREADS = 32
 # Handing work to another thread and back costs about 50 us.
@@ -40,10 +40,10 @@ class Pipeline:
         code = ModelHooks()
         if hooks.code:
             code = user_code.load(directory, spec.name, ModelHooks, "register_model")
-        before = [*_code(code.preprocess), *_opened(hooks.preprocess, directory)]
-        after = [*_opened(hooks.postprocess, directory), *_code(code.postprocess)]
-        self._before = _Stage(spec, "preprocess", hooks.client_inputs, before, spec.inputs)
-        self._after = _Stage(spec, "postprocess", spec.outputs, after, hooks.client_outputs)
+        before = [*_code(code.preprocess, PREPROCESS in hooks.code), *_opened(hooks.preprocess, directory)]
+        after = [*_opened(hooks.postprocess, directory), *_code(code.postprocess, POSTPROCESS in hooks.code)]
+        self._before = _Stage(spec, PREPROCESS, hooks.client_inputs, before, spec.inputs)
+        self._after = _Stage(spec, POSTPROCESS, spec.outputs, after, hooks.client_outputs)
         self._executor = executor
         # Triton lets a client count on as many rows as it sent only where it knows of rows.
         batched = [(i, t.batch_axis) for i, t in enumerate(hooks.client_inputs) if t.batch_axis is not None]
@@ -150,8 +150,8 @@ class _Stage:
         return results
 
 
-def _code(hook: Step) -> list[Step]:
-    return [] if hook is unchanged else [hook]
+def _code(hook: Step, wanted: bool) -> list[Step]:
+    return [hook] if wanted and hook is not unchanged else []
 
 
 def _opened(specs: Sequence[BuiltinSpec], directory: Path) -> list[Step]:

@@ -21,6 +21,7 @@ from nereid_backend.records import mismatch, record
 FORMAT_VERSION = 1
 SPEC_FILE = "nereid.json"
 VARIABLE = -1
+PREPROCESS, POSTPROCESS = "preprocess", "postprocess"
 MAX_SIZE = 2**31 - 1
 """The largest dimension or batch: a batch size is an int32 in Triton's configuration."""
 
@@ -96,15 +97,15 @@ class BuiltinSpec:
 class Hooks:
     """What is done with each request around the executable, and the tensors clients see because of it.
 
-    In the order they run: the preprocess of the bundle's Python file when ``code``, ``preprocess``, the executable,
-    ``postprocess``, the postprocess of the Python file.
+    In the order they run: the preprocess of the bundle's Python file, ``preprocess``, the executable, ``postprocess``,
+    the postprocess of the Python file. ``code`` names those of the Python file that run.
     """
 
     client_inputs: tuple[TensorSpec, ...]
     client_outputs: tuple[TensorSpec, ...]
     preprocess: tuple[BuiltinSpec, ...] = ()
     postprocess: tuple[BuiltinSpec, ...] = ()
-    code: bool = False
+    code: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class ModelSpec:
     ``coalesce`` says whether the rows of a run are independent: requests may then share it and be padded.
     ``instances`` is the number of processes that serve it, each with one request or batch at a time.
     ``calls`` is None except for a meta model: the contracts of its callees.
+    ``stages`` are the contracts of the models an ensemble runs in order: hooks in processes of their own.
     ``batch_may_be_omitted`` is the nereid folder rule: an output of a one-row run may lack the batch axis.
     """
 
@@ -135,6 +137,12 @@ class ModelSpec:
     instances: int = 1
     calls: tuple[ModelSpec, ...] | None = None
     hooks: Hooks | None = None
+    stages: tuple[ModelSpec, ...] = ()
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        """The files its engine reads."""
+        return (*(p.file for p in self.programs), *((self.weights.file,) if self.weights else ()))
 
     @property
     def client_inputs(self) -> tuple[TensorSpec, ...]:
@@ -150,7 +158,13 @@ class ModelSpec:
     def contract(self) -> ModelSpec:
         """What a caller needs to know: all but hooks, programs and weights."""
         return replace(
-            self, inputs=self.client_inputs, outputs=self.client_outputs, hooks=None, programs=(), weights=None
+            self,
+            inputs=self.client_inputs,
+            outputs=self.client_outputs,
+            hooks=None,
+            programs=(),
+            weights=None,
+            stages=(),
         )
 
     @property

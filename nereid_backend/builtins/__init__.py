@@ -16,12 +16,12 @@ import numpy as np
 
 from nereid_backend.errors import BundleError
 from nereid_backend.records import record
+from nereid_backend.spec import POSTPROCESS as POSTPROCESS
+from nereid_backend.spec import PREPROCESS as PREPROCESS
 from nereid_backend.spec import BuiltinSpec, TensorSpec
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
-
-PREPROCESS, POSTPROCESS = "preprocess", "postprocess"
 
 
 class Builtin:
@@ -81,9 +81,11 @@ def put(tensors: Sequence[TensorSpec], *new: TensorSpec) -> tuple[TensorSpec, ..
 
 
 BUILTINS: dict[str, tuple[str, str]] = {
+    "add_column": ("nereid_backend.builtins.columns", "AddColumn"),
     "argmax": ("nereid_backend.builtins.classes", "Argmax"),
     "bert_text": ("nereid_backend.builtins.bert_text", "BertText"),
     "detection": ("nereid_backend.builtins.detection", "Detection"),
+    "drop_column": ("nereid_backend.builtins.columns", "DropColumn"),
     "labels": ("nereid_backend.builtins.classes", "Labels"),
     "softmax": ("nereid_backend.builtins.classes", "Softmax"),
     "trim": ("nereid_backend.builtins.trim", "Trim"),

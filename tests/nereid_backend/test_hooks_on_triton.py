@@ -109,3 +109,43 @@ def test_hooks_run_around_the_executable_and_fail_their_own_request_only(
         98: ("StatusCode.INTERNAL", f"preprocess of model 'around' failed with KeyError; {details}"),
         99: ("StatusCode.INVALID_ARGUMENT", "99 is no measurement"),
     }
+
+
+SCORED = """
+import numpy as np
+from nereid_backend.hooks import InvalidArgument, register_model
+
+def preprocess(inputs):
+    arrays = dict(inputs)
+    if not len(arrays["keys"]):
+        raise InvalidArgument("no keys")
+    return {"x": arrays["keys"] + arrays["query"]}
+
+def postprocess(outputs):
+    best = outputs[0].array.max(1)
+    return {"best": best, "above": best[best > 20]}
+
+register_model(preprocess=preprocess, postprocess=postprocess)
+"""
+
+
+def test_tensors_without_the_batch_still_share_runs_of_the_executable(
+    client: Any, triton: Any, doubling: Callable[..., Path]
+) -> None:
+    name = triton.add(
+        doubling(
+            "scored",
+            SCORED,
+            client_inputs=[tensor("query", "c", c=4), tensor("keys", "cn", c=4)],
+            client_outputs=[tensor("best", "n"), tensor("above", "k", k=-1)],
+        )
+    )
+    query, keys = np.arange(4, dtype=np.float32), np.array([[1] * 4, [9] * 4, [5] * 4], np.float32)
+    tensors = [input_tensor("query", query), input_tensor("keys", keys)]
+    answer = client.infer(name, tensors)
+    assert answer.as_numpy("best").tolist() == [8, 24, 16]
+    assert answer.as_numpy("above").tolist() == [24]
+    with pytest.raises(InferenceServerException, match="no keys") as caught:
+        client.infer(name, [tensors[0], input_tensor("keys", keys[:0])])
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert client.get_model_metadata(name).platform == "ensemble"
