@@ -19,7 +19,7 @@ from google.protobuf import text_format
 
 from converters.prepared import Prepared, place
 from nereid_backend.engines import parse_device
-from nereid_backend.errors import BundleError, RepositoryError
+from nereid_backend.errors import BundleError, RepositoryError, SpecError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 
 CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
@@ -113,6 +113,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
         _check_replaceable(repository / each.spec.name, each, force=force)
     for stage in prepared.stages:
         write(stage, repository, link=link, force=force)
+    gone = _stages(target) - {stage.spec.name for stage in prepared.stages}
     try:
         repository.mkdir(parents=True, exist_ok=True)
         with _scratch(repository) as scratch:
@@ -128,12 +129,25 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             for directory in (version, fresh):
                 _sync(directory)
             _swap_in(fresh, target, replace=force)
+            for name in gone:  # the model that was replaced had its hooks apart
+                (repository / name).rename(Path(scratch) / name)
             _sync(repository)
     except OSError as error:
         raise RepositoryError(
             f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
         ) from error
     return target
+
+
+def _stages(target: Path) -> set[str]:
+    """The other models that the ensemble in ``target`` runs; none when there is no ensemble."""
+    if not (target / VERSION / SPEC_FILE).is_file():
+        return set()
+    try:
+        stages = ModelSpec.read(target / VERSION).stages
+    except SpecError:  # of another version; its stages are left to the user
+        return set()
+    return {stage.name for stage in stages if (target.parent / stage.name / VERSION / SPEC_FILE).is_file()}
 
 
 def _check_replaceable(target: Path, prepared: Prepared, *, force: bool) -> None:

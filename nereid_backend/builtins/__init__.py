@@ -91,11 +91,14 @@ BUILTINS: dict[str, tuple[str, str]] = {
     "trim": ("nereid_backend.builtins.trim", "Trim"),
 }
 
+# Declared by the writer of repositories, not by manifests.
+INTERNAL = {"add_column", "drop_column"}
+
 
 def builtin(spec: BuiltinSpec) -> Builtin:
     """The built-in that ``spec`` declares. Raises BundleError for an unknown name, RecordError for wrong options."""
     entry = BUILTINS.get(spec.name)
     if entry is None:
-        raise BundleError(f"unknown built-in {spec.name!r}; known: {', '.join(BUILTINS)}")
+        raise BundleError(f"unknown built-in {spec.name!r}; known: {', '.join(sorted(set(BUILTINS) - INTERNAL))}")
     cls: type[Builtin] = getattr(importlib.import_module(entry[0]), entry[1])
     return record(cls, spec.options)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jax")
 
 from converters import bundle, repository
-from nereid_backend.errors import BundleError, ManifestError, UserCodeError
+from nereid_backend.errors import BundleError, ManifestError, RepositoryError, UserCodeError
 from nereid_backend.spec import BuiltinSpec, ModelSpec, TensorSpec
 
 HOOKS = "from nereid_backend.hooks import register_model\nregister_model()\n"
@@ -47,7 +47,7 @@ def test_what_clients_see_follows_from_the_declared_hooks(make_bundle: Callable[
     )
     assert spec.hooks is not None
     assert spec.hooks.postprocess[0] == BuiltinSpec("softmax", {"input": "y", "output": "probs", "axis": 1})
-    assert (spec.max_batch_size, spec.coalesce, spec.hooks.code) == (4, True, False)
+    assert (spec.max_batch_size, spec.coalesce, spec.hooks.code) == (4, True, ())
     assert prepared.files["labels.txt"] == folder / "labels.txt"
     assert ModelSpec.from_json(spec.to_json()) == spec
     assert prepared.notes == ()
@@ -93,11 +93,67 @@ def test_a_file_that_is_not_python_is_refused_without_being_run(make_bundle: Cal
     read(folder)
 
 
-def test_tensors_without_the_batch_turn_tritons_batching_off(make_bundle: Callable[..., Path]) -> None:
-    folder = make_bundle(client_inputs=[tensor("query", "q", "u8", q=-1), tensor("x", "cn", c=4)])
+RAGGED = [tensor("query", "q", "u8", q=-1), tensor("x", "cn", c=4)]
+STAGES = ["linear__core", "linear__postprocess", "linear__preprocess"]
+
+
+def test_tensors_without_the_batch_put_the_hooks_into_processes_around_a_batched_executable(
+    make_bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_bundle(client_inputs=RAGGED)
     (folder / "hooks.py").write_text(HOOKS)
-    spec = read(folder).spec
-    assert (spec.max_batch_size, spec.batch_sizes) == (0, (1, 4))
+    prepared = read(folder)
+    assert (prepared.spec.max_batch_size, prepared.files) == (0, {})
+    before, core, after = (stage.spec for stage in prepared.stages)
+    assert (core.name, core.max_batch_size, core.hooks, core.batch_sizes) == ("linear__core", 4, None, (1, 4))
+    assert [t.name for t in (*before.client_inputs, *before.client_outputs)] == ["query", "x", "x"]
+    assert (before.hooks.code, after.hooks.code) == (("preprocess",), ("postprocess",))
+    assert (before.engine, before.instances, before.max_batch_size) == ("identity", 2, 0)
+    assert sorted(prepared.stages[1].files) == ["model.b1.mlir", "model.b4.mlir", "weights.safetensors"]
+    assert sorted(prepared.stages[0].files) == sorted(prepared.stages[2].files) == ["hooks.py"]
+    written = repository.write(prepared, tmp_path / "r", link=False, force=False)
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["linear", *STAGES]
+    assert ModelSpec.read(written / "1") == prepared.spec
+    assert [step.model_name for step in repository.config(prepared.spec).ensemble_scheduling.step] == [
+        "linear__preprocess", "linear__core", "linear__postprocess",
+    ]  # fmt: skip
+
+
+def test_processes_for_hooks_can_be_asked_for(make_bundle: Callable[..., Path]) -> None:
+    prepared = read(make_bundle(**declare(SOFTMAX, nereid={"hook_processes": 3})))
+    assert [stage.spec.instances for stage in prepared.stages] == [3, 1, 3]
+
+
+def test_a_model_that_replaces_an_ensemble_takes_its_stages_away(
+    make_bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_bundle(client_inputs=RAGGED)
+    (folder / "hooks.py").write_text(HOOKS)
+    target = tmp_path / "r"
+    with_stages = read(folder)
+    repository.write(with_stages, target, link=False, force=False)
+    with pytest.raises(RepositoryError, match="exists; use --force"):
+        repository.write(with_stages, target, link=False, force=False)
+    repository.write(with_stages, target, link=False, force=True)
+    assert sorted(path.name for path in target.iterdir()) == ["linear", *STAGES]
+    (target / "linear__other").mkdir()
+    repository.write(read(make_bundle("plain")), target, link=False, force=True)
+    (folder / "hooks.py").unlink()
+    (folder / "manifest.yaml").write_text((folder.parent / "plain" / "manifest.yaml").read_text())
+    repository.write(read(folder), target, link=False, force=True)
+    assert sorted(path.name for path in target.iterdir()) == ["linear", "linear__other", "plain"]
+
+
+def test_a_number_per_row_is_a_column_between_the_processes(make_bundle: Callable[..., Path]) -> None:
+    folder = make_bundle(
+        function=lambda x, w, b: (x @ w + b).sum(1),
+        executable_outputs=[tensor("y", "n")],
+        client_outputs=[tensor("total", "")],
+    )
+    (folder / "hooks.py").write_text(HOOKS)
+    _, core, after = (stage.spec for stage in read(folder).stages)
+    assert (core.dims(core.outputs[0]), after.dims(after.client_inputs[0])) == ((1,), (-1, 1))
+    assert (after.inputs[0].shape, after.hooks.preprocess) == ((-1,), (BuiltinSpec("drop_column", {"names": ["y"]}),))
 
 
 def test_letters_in_wire_order_are_told_and_can_be_declared(make_bundle: Callable[..., Path]) -> None:
@@ -170,6 +226,8 @@ def test_a_hook_reads_files_of_the_bundle_only(make_bundle: Callable[..., Path],
     [
         ({"postprocess": {"trim": {}}}, "'nereid.postprocess' must be a list"),
         ({"client_axis_order": "row"}, "'nereid.client_axis_order' must be one of julia, wire, got str 'row'"),
+        ({"hook_processes": 0, "postprocess": [SOFTMAX]}, "'nereid.hook_processes' must be an integer from 1 to 64"),
+        ({"hook_processes": 2}, "'nereid.hook_processes' is for bundles with hooks only"),
         ({"postproces": []}, r"unknown keys \['postproces'\]; known: .*postprocess"),
     ],
 )

@@ -25,20 +25,27 @@ def tensor(name: str, shape: str, dtype: str = "f32", **dims: int) -> dict[str, 
 
 @pytest.fixture
 def doubling(tmp_path: Path) -> Callable[..., Path]:
-    """A bundle of y = 2 x over rows of 4, with programs for 1 and 8 rows, and what a test adds to it."""
+    """A bundle of y = 2 x over rows of 4, or another function, with programs for 1 and 8 rows, and what a test adds."""
 
-    def make(name: str, hooks: str | None = None, files: dict[str, str] | None = None, **keys: Any) -> Path:
+    def make(
+        name: str,
+        hooks: str | None = None,
+        files: dict[str, str] | None = None,
+        function: Callable[[Any], Any] = lambda x: x * 2,
+        row: tuple[tuple[int, ...], Any] = ((4,), np.float32),
+        **keys: Any,
+    ) -> Path:
         import jax
         import jax.export
 
         from converters import weights
 
+        jax.config.update("jax_enable_x64", True)
         folder = tmp_path / name
         folder.mkdir()
         for size in (1, 8):
-            exported = jax.export.export(jax.jit(lambda x: x * 2), platforms=["cpu"])(
-                jax.ShapeDtypeStruct((size, 4), np.float32)
-            )
+            argument = jax.ShapeDtypeStruct((size, *row[0]), row[1])
+            exported = jax.export.export(jax.jit(function), platforms=["cpu"])(argument)
             (folder / f"model.b{size}.mlir").write_bytes(exported.mlir_module_serialized)
         weights.write(folder / "weights.safetensors", {}, {"argument_order": "[]", "axis_order": "xla"})
         manifest = {
@@ -149,3 +156,110 @@ def test_tensors_without_the_batch_still_share_runs_of_the_executable(
         client.infer(name, [tensors[0], input_tensor("keys", keys[:0])])
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
     assert client.get_model_metadata(name).platform == "ensemble"
+
+
+def test_a_number_per_row_passes_between_the_processes(client: Any, triton: Any, doubling: Callable[..., Path]) -> None:
+    name = triton.add(
+        doubling(
+            "summed",
+            "from nereid_backend.hooks import register_model\n"
+            "register_model(postprocess=lambda outputs: {'total': outputs[0].array.sum()})\n",
+            function=lambda x: x.sum(1),
+            executable_outputs=[tensor("y", "n")],
+            client_outputs=[tensor("total", "")],
+        )
+    )
+    assert infer(client, name, "total", x=np.arange(12, dtype=np.float32).reshape(3, 4)).tolist() == [66]
+
+
+def packed(*texts: str, width: int = 0) -> dict[str, np.ndarray]:
+    encoded = [text.encode() for text in texts]
+    rows = np.zeros((len(texts), max(width, *map(len, encoded))), np.uint8)
+    for row, text in zip(rows, encoded, strict=True):
+        row[: len(text)] = np.frombuffer(text, np.uint8)
+    return {"texts": rows, "text_lens": np.array([[len(text)] for text in encoded], np.int32)}
+
+
+def test_texts_of_any_length_go_in_and_labels_come_out(client: Any, triton: Any, doubling: Callable[..., Path]) -> None:
+    pytest.importorskip("tokenizers", reason="the text extra is not installed in this interpreter")
+
+    def program(ids: Any) -> Any:
+        import jax.numpy as jnp
+
+        # Score of a class: how often its token (4 or 5) occurs.
+        return jnp.stack([(ids == 4).sum(1), (ids == 5).sum(1)], 1).astype(jnp.float32)
+
+    name = triton.add(
+        doubling(
+            "sentiment",
+            files={"vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\nbad\ngood\n", "labels.txt": "negative\npositive\n"},
+            function=program,
+            row=((16,), np.int64),
+            executable_inputs=[tensor("input_ids", "sn", "i64", s=16)],
+            executable_outputs=[tensor("logits", "cn", c=2)],
+            nereid={
+                "preprocess": [{"bert_text": {"vocab": "vocab.txt"}}],
+                "postprocess": [
+                    {"softmax": {"input": "logits", "output": "probs", "axis": "c"}},
+                    {"argmax": {"input": "logits", "output": "label_id"}},
+                    {"labels": {"input": "label_id", "output": "label", "file": "labels.txt"}},
+                ],
+            },
+        )
+    )
+    outcome: dict[str, list[str]] = {}
+    texts = ["Good.", "BAD bad good", "a good good film", "bad"]
+
+    def call(text: str) -> None:
+        with tritonclient.InferenceServerClient(triton.address) as own:
+            label = infer(own, name, "label", **packed(text))
+            outcome[text] = [bytes(row).rstrip(b"\0").decode() for row in label]
+
+    threads = [threading.Thread(target=call, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcome == dict(zip(texts, [["positive"], ["negative"], ["positive"], ["negative"]], strict=True))
+    tensors = [input_tensor(n, a) for n, a in packed("good", "bad").items()]
+    answer = client.infer(name, tensors)
+    assert answer.as_numpy("logits").tolist() == [[0, 1], [1, 0]]
+    assert answer.as_numpy("label_id").tolist() == [[1], [0]]
+    np.testing.assert_allclose(answer.as_numpy("probs")[0], [1 / (1 + np.e), np.e / (1 + np.e)], rtol=1e-6)
+    wrong = packed("good")
+    wrong["text_lens"][:] = 9
+    with pytest.raises(InferenceServerException, match="'text_lens' must be 0 to 4") as caught:
+        infer(client, name, "label", **wrong)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_texts_of_different_lengths_share_a_run(triton: Any, client: Any, doubling: Callable[..., Path]) -> None:
+    """Triton itself batches equal shapes only."""
+    name = triton.add(
+        doubling(
+            "ragged_rows",
+            "import time\n"
+            "from nereid_backend.hooks import register_model\n"
+            "def preprocess(inputs):\n"
+            "    time.sleep(0.05)\n"
+            "    return {'x': inputs[0].array[:, :4]}\n"
+            "register_model(preprocess=preprocess)\n",
+            client_inputs=[tensor("x", "cn", c=-1)],
+        )
+    )
+    widths = range(4, 16)
+
+    def call(width: int) -> None:
+        with tritonclient.InferenceServerClient(triton.address) as own:
+            got = infer(own, name, "y", x=np.full((1, width), width, np.float32))
+            assert got.tolist() == [[2 * width] * 4]
+
+    before = client.get_inference_statistics(name).model_stats[0]
+    threads = [threading.Thread(target=call, args=(width,)) for width in widths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = client.get_inference_statistics(name).model_stats[0]
+    assert after.inference_count - before.inference_count == len(widths)
+    assert after.execution_count - before.execution_count < len(widths) / 2

@@ -44,9 +44,15 @@ def pipeline(tmp_path: Path) -> Any:
         sizes = options.pop("sizes", (1, 8))
         hooks = {"client_inputs": (rows("x", 2),), "client_outputs": (rows("y", 2),), **options.pop("hooks", {})}
         spec = ModelSpec(
-            "m", "fake", "fake", (rows("x", 2),), (rows("y", 2),), tuple(Program("f", size) for size in sizes),
-            **{"max_batch_size": 8, "coalesce": True, **options}, hooks=Hooks(code=code is not None, **hooks),
-        )  # fmt: skip
+            name="m",
+            engine="fake",
+            platform="fake",
+            inputs=(rows("x", 2),),
+            outputs=(rows("y", 2),),
+            programs=tuple(Program("f", size) for size in sizes),
+            hooks=Hooks(code=() if code is None else ("preprocess", "postprocess"), **hooks),
+            **{"max_batch_size": 8, "coalesce": True, **options},
+        )
         if code is not None:
             (tmp_path / "hooks.py").write_text(HEAD + code)
         engine = Doubling()
