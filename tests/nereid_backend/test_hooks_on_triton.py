@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
-import yaml
+from hooked_bundle import RAGGED_HOOKS, RAGGED_TENSORS, tensor, write_bundle
 from serving import input_tensor
 from tritonclient.utils import InferenceServerException
 
@@ -19,49 +19,9 @@ pytest.importorskip("jax")
 pytestmark = pytest.mark.triton
 
 
-def tensor(name: str, shape: str, dtype: str = "f32", **dims: int) -> dict[str, Any]:
-    return {"name": name, "dtype": dtype, "shape": shape, "dims": dims}
-
-
 @pytest.fixture
 def doubling(tmp_path: Path) -> Callable[..., Path]:
-    """A bundle of y = 2 x over rows of 4, or another function, with programs for 1 and 8 rows, and what a test adds."""
-
-    def make(
-        name: str,
-        hooks: str | None = None,
-        files: dict[str, str] | None = None,
-        function: Callable[[Any], Any] = lambda x: x * 2,
-        row: tuple[tuple[int, ...], Any] = ((4,), np.float32),
-        **keys: Any,
-    ) -> Path:
-        import jax
-        import jax.export
-
-        from converters import weights
-
-        jax.config.update("jax_enable_x64", True)
-        folder = tmp_path / name
-        folder.mkdir()
-        for size in (1, 8):
-            argument = jax.ShapeDtypeStruct((size, *row[0]), row[1])
-            exported = jax.export.export(jax.jit(function), platforms=["cpu"])(argument)
-            (folder / f"model.b{size}.mlir").write_bytes(exported.mlir_module_serialized)
-        weights.write(folder / "weights.safetensors", {}, {"argument_order": "[]", "axis_order": "xla"})
-        manifest = {
-            "format_version": "2.1",
-            "executable_inputs": [tensor("x", "cn", c=4)],
-            "executable_outputs": [tensor("y", "cn", c=4)],
-            **keys,
-        }
-        (folder / "manifest.yaml").write_text(yaml.safe_dump(manifest))
-        if hooks is not None:
-            (folder / "hooks.py").write_text(hooks)
-        for file, text in (files or {}).items():
-            (folder / file).write_text(text)
-        return folder
-
-    return make
+    return lambda name, *arguments, **options: write_bundle(tmp_path / name, *arguments, **options)
 
 
 AROUND = """
@@ -118,35 +78,10 @@ def test_hooks_run_around_the_executable_and_fail_their_own_request_only(
     }
 
 
-SCORED = """
-import numpy as np
-from nereid_backend.hooks import InvalidArgument, register_model
-
-def preprocess(inputs):
-    arrays = dict(inputs)
-    if not len(arrays["keys"]):
-        raise InvalidArgument("no keys")
-    return {"x": arrays["keys"] + arrays["query"]}
-
-def postprocess(outputs):
-    best = outputs[0].array.max(1)
-    return {"best": best, "above": best[best > 20]}
-
-register_model(preprocess=preprocess, postprocess=postprocess)
-"""
-
-
 def test_tensors_without_the_batch_still_share_runs_of_the_executable(
     client: Any, triton: Any, doubling: Callable[..., Path]
 ) -> None:
-    name = triton.add(
-        doubling(
-            "scored",
-            SCORED,
-            client_inputs=[tensor("query", "c", c=4), tensor("keys", "cn", c=4)],
-            client_outputs=[tensor("best", "n"), tensor("above", "k", k=-1)],
-        )
-    )
+    name = triton.add(doubling("scored", RAGGED_HOOKS, **RAGGED_TENSORS))
     query, keys = np.arange(4, dtype=np.float32), np.array([[1] * 4, [9] * 4, [5] * 4], np.float32)
     tensors = [input_tensor("query", query), input_tensor("keys", keys)]
     answer = client.infer(name, tensors)
@@ -263,3 +198,37 @@ def test_texts_of_different_lengths_share_a_run(triton: Any, client: Any, doubli
     after = client.get_inference_statistics(name).model_stats[0]
     assert after.inference_count - before.inference_count == len(widths)
     assert after.execution_count - before.execution_count < len(widths) / 2
+
+
+def test_detections_of_a_batch_come_padded_and_counted(client: Any, triton: Any, doubling: Callable[..., Path]) -> None:
+    def program(x: Any) -> Any:
+        import jax.numpy as jnp
+
+        # Two proposals an image, apart; the row says how sure the program is of class 1 for each.
+        logits = jnp.stack([jnp.zeros_like(x[:, :2]), x[:, :2]], -1)
+        proposals = jnp.broadcast_to(jnp.asarray([[0, 0, 4, 4], [8, 8, 12, 16]], jnp.float32), (len(x), 2, 4))
+        return logits, jnp.zeros((len(x), 2, 8), jnp.float32), proposals
+
+    name = triton.add(
+        doubling(
+            "detector",
+            function=program,
+            executable_outputs=[
+                tensor("logits", "ckn", c=2, k=2), tensor("deltas", "dkn", d=8, k=2), tensor("rois", "dkn", d=4, k=2)
+            ],
+            client_outputs=[tensor("detections", "dkn", d=6, k=3), tensor("counts", "n", "i32")],
+            nereid={
+                "postprocess": [
+                    {"detection": {"logits": "logits", "deltas": "deltas", "proposals": "rois", "top": 3,
+                                   "score_threshold": 0.5}}
+                ]
+            },
+        )
+    )  # fmt: skip
+    answer = client.infer(name, [input_tensor("x", np.array([[1, 3, 0, 0], [-1, -1, 0, 0]], np.float32))])
+    assert [output.name for output in answer.get_response().outputs] == ["detections", "counts"]
+    assert answer.as_numpy("counts").tolist() == [[2], [0]]
+    first = answer.as_numpy("detections")[0]
+    assert first[:, :4].tolist() == [[8, 8, 12, 16], [0, 0, 4, 4], [0, 0, 0, 0]]
+    np.testing.assert_allclose(first[:2, 4], 1 / (1 + np.exp([-3.0, -1.0])), rtol=1e-5)
+    assert first[:2, 5].tolist() == [1, 1]
