@@ -43,15 +43,16 @@ def attach(prepared: Prepared, manifest: Manifest, directory: Path) -> Prepared:
     letters = {t.name: t.letters for t in (*manifest.executable_inputs, *manifest.executable_outputs)}
     before = _declared(manifest, PREPROCESS, letters)
     after = _declared(manifest, POSTPROCESS, letters)
-    inputs, outputs = spec.inputs, spec.outputs
+    inputs = [spec.inputs, *(spec.at_variant(variant).inputs for variant in spec.variants)]
+    outputs = spec.outputs
     for index, builtin in reversed(list(enumerate(before))):
-        before[index] = builtin.fitted(inputs)
-        inputs = before[index].tensors(inputs)
+        before[index] = builtin.fitted(inputs[1:])
+        inputs = [before[index].tensors(tensors) for tensors in inputs]
     for index, builtin in enumerate(after):
-        after[index] = builtin.fitted(outputs)
+        after[index] = builtin.fitted([outputs])
         outputs = after[index].tensors(outputs)
     hooks = Hooks(
-        client_inputs=_client_tensors(manifest.client_inputs, inputs, "input", code=code),
+        client_inputs=_client_tensors(manifest.client_inputs, inputs[0], "input", code=code),
         client_outputs=_client_tensors(manifest.client_outputs, outputs, "output", code=code),
         preprocess=tuple(map(_spec_of, before)),
         postprocess=tuple(map(_spec_of, after)),

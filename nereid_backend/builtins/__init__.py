@@ -32,8 +32,11 @@ class Builtin:
     name: ClassVar[str]
     stage: ClassVar[str]
 
-    def fitted(self, others: Sequence[TensorSpec]) -> Self:  # noqa: ARG002
-        """The same with the options filled in that the tensors on the executable's side decide. Raises BundleError."""
+    def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:  # noqa: ARG002
+        """The same with the options filled in that the tensors on the executable's side decide. Raises BundleError.
+
+        ``variants`` are those tensors as each variant has them, at least one; they differ in sizes only.
+        """
         return self
 
     def tensors(self, others: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

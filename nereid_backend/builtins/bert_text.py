@@ -29,7 +29,7 @@ class BertText(Builtin):
     """Feed ``ids``, ``mask`` and ``types`` (those the executable has) from ``texts``, or from ``query`` and ``texts``.
 
     ``vocab`` is a file with one token per line. Texts are cut to ``max_length`` tokens (the largest bucket).
-    ``buckets`` are the compiled numbers of tokens where that axis is variable. ``dtype`` is the executable's.
+    ``buckets`` are the numbers of tokens to pad to (all that are compiled). ``dtype`` is the executable's.
     """
 
     vocab: str
@@ -46,25 +46,23 @@ class BertText(Builtin):
     name: ClassVar[str] = "bert_text"
     stage: ClassVar[str] = PREPROCESS
 
-    def fitted(self, others: Sequence[TensorSpec]) -> Self:
-        ids = self.find(others, self.ids)
-        made = [tensor for tensor in others if tensor.name in (self.ids, self.mask, self.types)]
-        for tensor in made:
+    def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:
+        ids = self.find(variants[0], self.ids)
+        for tensor in variants[0]:
             if ids.dtype not in ("i64", "i32") or len(ids.shape) != 2 or ids.batch_axis != 0:
                 raise BundleError(
                     f"bert_text: {ids.name!r} is {ids.dtype}{list(ids.shape)}; it must be i64 or i32 of wire shape "
                     "[rows, tokens]"
                 )
-            if replace(tensor, name=ids.name) != ids:
+            if tensor.name in (self.mask, self.types) and replace(tensor, name=ids.name) != ids:
                 raise BundleError(f"bert_text: {tensor.name!r} must have the dtype and the shape of {ids.name!r}")
-        width = ids.shape[1]
-        buckets = self.buckets or (() if width == VARIABLE else (width,))
-        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+        compiled = sorted({self.find(tensors, self.ids).shape[1] for tensors in variants})
+        buckets = self.buckets or tuple(compiled)
+        if list(buckets) != sorted(set(buckets)) or not set(buckets) <= set(compiled):
             raise BundleError(
-                f"bert_text: buckets must be the compiled numbers of tokens, ascending; got {list(buckets)}"
+                f"bert_text: buckets must be ascending numbers of tokens that {ids.name!r} is compiled for, which are "
+                f"{compiled}; got {list(buckets)}"
             )
-        if width not in (VARIABLE, *buckets) or (width != VARIABLE and len(buckets) > 1):
-            raise BundleError(f"bert_text: buckets {list(buckets)} do not fit {ids.name!r}, which has {width} tokens")
         longest = buckets[-1] if self.max_length is None else self.max_length
         least = 2 if self.query is None else 3
         if not least <= longest <= buckets[-1]:

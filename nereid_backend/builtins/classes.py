@@ -37,8 +37,8 @@ class Softmax(Builtin):
     name: ClassVar[str] = "softmax"
     stage: ClassVar[str] = POSTPROCESS
 
-    def fitted(self, others: Sequence[TensorSpec]) -> Self:
-        return replace(self, axis=self.axis_of(self.find(others, self.input), self.axis))
+    def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:
+        return replace(self, axis=self.axis_of(self.find(variants[0], self.input), self.axis))
 
     def tensors(self, others: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         scores = self.find(others, self.input)
@@ -61,8 +61,8 @@ class Argmax(Builtin):
     name: ClassVar[str] = "argmax"
     stage: ClassVar[str] = POSTPROCESS
 
-    def fitted(self, others: Sequence[TensorSpec]) -> Self:
-        return replace(self, axis=self.axis_of(self.find(others, self.input), self.axis))
+    def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:
+        return replace(self, axis=self.axis_of(self.find(variants[0], self.input), self.axis))
 
     def tensors(self, others: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         scores = self.find(others, self.input)

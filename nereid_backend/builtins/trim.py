@@ -30,8 +30,8 @@ class Trim(Builtin):
     name: ClassVar[str] = "trim"
     stage: ClassVar[str] = POSTPROCESS
 
-    def fitted(self, others: Sequence[TensorSpec]) -> Self:
-        buffer = self.find(others, self.output)
+    def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:
+        buffer = self.find(variants[0], self.output)
         first = 1 if buffer.batch_axis == 0 else 0
         return replace(self, axis=self.axis_of(buffer, first if self.axis is None else self.axis))
 

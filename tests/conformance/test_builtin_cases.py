@@ -66,8 +66,9 @@ def packed(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def opened(vocabulary: Path, **options: Any) -> Any:
-    others = [TensorSpec(name, "i64", (-1, -1), 0) for name in ("input_ids", "attention_mask", "token_type_ids")]
-    return BertText("vocab.txt", buckets=(64, 128), **options).fitted(others).open(vocabulary.parent)
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    variants = [[TensorSpec(name, "i64", (-1, tokens), 0) for name in names] for tokens in (64, 128)]
+    return BertText("vocab.txt", **options).fitted(variants).open(vocabulary.parent)
 
 
 def test_a_batch_of_texts_is_padded_to_one_bucket(vocabulary: Path) -> None:

@@ -273,7 +273,7 @@ def test_texts_take_the_place_of_token_ids(make_bundle: Callable[..., Path]) -> 
     ("options", "words"),
     [
         ({"ids": "tokens"}, "there is no tensor 'tokens'"),
-        ({"buckets": [8]}, r"buckets \[8\] do not fit 'input_ids', which has 16 tokens"),
+        ({"buckets": [8]}, r"'input_ids' is compiled for, which are \[16\]; got \[8\]"),
         ({"buckets": [16, 8]}, "ascending"),
         ({"max_length": 17}, "max_length must be 2 to 16, got 17"),
         ({"max_length": 2, "query": "query"}, "max_length must be 3 to 16"),
@@ -285,6 +285,24 @@ def test_text_options_that_do_not_fit_the_executable_are_refused(
 ) -> None:
     with pytest.raises(BundleError, match=words):
         read(text_bundle(make_bundle, **options))
+
+
+def test_texts_are_padded_to_the_compiled_shape_variants(make_bundle: Callable[..., Path], program_writer: Any) -> None:
+    folder = make_bundle(
+        sizes=(),
+        tensors={},
+        executable_inputs=[tensor("input_ids", "sn", "i64", s=-1)],
+        executable_outputs=[tensor("score", "n", "i64")],
+        input_shapes=[{"s": 8}, {"s": 4}],
+        batching=None,
+        nereid={"preprocess": [{"bert_text": {"vocab": "vocab.txt"}}]},
+    )
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    for index, tokens in enumerate((8, 4)):
+        program_writer(folder / f"model.v{index}.b2.mlir", lambda ids: ids.sum(1), ((2, tokens), np.int64))
+    spec = read(folder).spec
+    assert spec.hooks.preprocess[0].options["buckets"] == [4, 8]
+    assert spec.client_inputs[0] == TensorSpec("texts", "u8", (-1, -1), 0)
 
 
 def test_a_vocabulary_without_the_special_tokens_is_refused(make_bundle: Callable[..., Path]) -> None:

@@ -22,9 +22,15 @@ from nereid_backend.spec import BuiltinSpec, TensorSpec
 NOWHERE = Path("nowhere")
 
 
-def run(builtin: Any, others: list[TensorSpec], directory: Path = NOWHERE, **given_arrays: Any) -> dict[str, Any]:
+def run(
+    builtin: Any,
+    others: list[TensorSpec],
+    directory: Path = NOWHERE,
+    variants: list[list[TensorSpec]] | None = None,
+    **given_arrays: Any,
+) -> dict[str, Any]:
     """What the built-in gives, after checking that it is what it said at convert time."""
-    fitted = builtin.fitted(others)
+    fitted = builtin.fitted(variants or [others])
     said = {tensor.name: tensor for tensor in fitted.tensors(others)}
     got = fitted.open(directory)({name: np.asarray(array) for name, array in given_arrays.items()})
     if fitted.stage == "postprocess":
@@ -131,11 +137,13 @@ def test_labels_are_padded_utf8_and_an_unknown_number_is_the_executables_fault(t
 def texts(tmp_path: Path) -> Any:
     pytest.importorskip("tokenizers", reason="the text extra is not installed in this interpreter")
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\ncat\n")
-    others = [TensorSpec("input_ids", "i32", (-1, -1), 0), TensorSpec("attention_mask", "i32", (-1, -1), 0)]
+    names = ("input_ids", "attention_mask")
+    others = [TensorSpec(name, "i32", (-1, -1), 0) for name in names]
+    variants = [[TensorSpec(name, "i32", (-1, tokens), 0) for name in names] for tokens in (4, 8)]
 
     def encode(rows: Any, lengths: Any, **options: Any) -> dict[str, Any]:
         given_arrays = {"texts": np.asarray(rows, np.uint8), "text_lens": np.asarray(lengths, np.int32)}
-        return run(BertText("vocab.txt", buckets=(4, 8), **options), others, tmp_path, **given_arrays)
+        return run(BertText("vocab.txt", **options), others, tmp_path, variants, **given_arrays)
 
     return encode
 
