@@ -103,8 +103,6 @@ def read(path: Path, *, has_hook: bool) -> Manifest:
         raise ManifestError(f"{path.name}{where}: is not YAML ({problem}); correct the line") from None
     except RecursionError:
         raise ManifestError(f"{path.name}: is nested too deeply; write it flat") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
-        raise ManifestError(f"{path.name}: is not YAML ({error}); quote the value") from None
     return parse(raw, has_hook=has_hook)
 
 

@@ -73,7 +73,7 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
         return Learned(
             tuple(_declared(o, batched) for o in outputs),
             False,
-            (rows.kept_apart(spec, f"a trial run failed ({error})"),),
+            _kept_apart(spec, f"a trial run failed ({error})"),
         )
     if len(alone) != len(outputs):
         raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
@@ -83,7 +83,7 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
     if size < 2:
         return Learned(specs, False)
     problem = rows.dependence(engine, spec, size, specs)
-    return Learned(specs, problem is None, (rows.kept_apart(spec, problem),) if problem else ())
+    return Learned(specs, problem is None, _kept_apart(spec, problem) if problem else ())
 
 
 def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
@@ -99,6 +99,15 @@ def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
 
 def _rows_to_try(spec: ModelSpec) -> int:
     return spec.batch_sizes[0] if spec.batch_sizes else min(spec.max_batch_size, _ROWS)
+
+
+def _kept_apart(spec: ModelSpec, why: str) -> tuple[str]:
+    if spec.batch_sizes and spec.batch_sizes[0] > spec.max_batch_size:
+        raise BundleError(
+            f"the model takes exactly {spec.batch_sizes[0]} rows and they cannot be padded ({why}), but the contract's "
+            f"max_batch_size is {spec.max_batch_size}; raise it, or export the model with a symbolic first axis"
+        )
+    return (rows.kept_apart(spec, why),)
 
 
 def _declared(output: OpenOutput, batched: bool) -> TensorSpec:

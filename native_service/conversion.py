@@ -43,14 +43,37 @@ class Source:
     calls: tuple[str, ...] | None = None
     hidden: bool = False
 
+    @property
+    def name(self) -> str:
+        """The name it is served under."""
+        return self.settings.name
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A model written as a repository of its own in ``folder``, one directory for each Triton model behind it."""
+
+    spec: ModelSpec
+    folder: Path
+
+    @property
+    def triton_models(self) -> tuple[str, ...]:
+        """The public model last: it may call the hidden ones while it loads."""
+        names = {path.name for path in self.folder.iterdir()}
+        return (*sorted(names - {self.spec.name}), self.spec.name)
+
 
 class Converter:
     """The child process, started when first needed. One request at a time."""
 
-    def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """``environment`` is added to this process's own; ``timeout_s`` bounds each request."""
+    def __init__(self, environment: Mapping[str, str], timeout_s: float, *, link: bool = True) -> None:
+        """``environment`` is added to this process's own; ``timeout_s`` bounds each request.
+
+        ``link`` lets artifacts be links to the source, for sources that stay as they are while they are served.
+        """
         self._environment = {**os.environ, **environment}
         self._timeout_s = timeout_s
+        self._link = link
         self._child: processes.Child | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -62,33 +85,32 @@ class Converter:
     ) -> None:
         await self._end()
 
-    async def sources(self, settings: Settings) -> list[Source]:
-        """Every model the settings name, or every one in the folder when they name none; callees before metas.
+    async def sources(self, settings: Settings) -> tuple[list[Source], list[str]]:
+        """Every model the settings name, or every one in the folder when they name none; a line per problem.
 
-        A meta model's callees come along, hidden unless the settings name them. Raises BundleError with one line per
-        model that is not there.
+        A meta model's callees come along and before it, hidden unless the settings name them.
         """
         folder = settings.server.folder
         if settings.models:
             return await self._named(folder, settings)
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
-        if not found:
-            raise BundleError(f"{folder} holds no bundle, nereid folder or .onnx file")
         models: dict[str, Source] = {}
+        problems = [] if found else [f"{folder} holds no bundle, nereid folder or .onnx file"]
         for name, path, calls in found:
             if name in models:
-                raise BundleError(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                continue
             settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
             models[name] = Source(Path(path), settings_of_model, _names(calls))
         called = {callee for source in models.values() for callee in source.calls or ()}
-        return _callees_first(replace(source, hidden=name in called) for name, source in models.items())
+        return _callees_first(replace(source, hidden=name in called) for name, source in models.items()), problems
 
     async def convert(
-        self, source: Source, repository: Path, others: Mapping[str, ModelSpec] = MappingProxyType({})
-    ) -> ModelSpec:
-        """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError.
+        self, source: Source, folder: Path, callees: Mapping[str, ModelSpec] = MappingProxyType({})
+    ) -> Converted:
+        """Write the model into ``folder`` and check that its engine and device are here. Raises BundleError.
 
-        ``others`` are the models converted before, by name: a meta model finds its callees among them.
+        ``callees`` are the contracts of what a meta model calls, by name.
         """
         model = source.settings
         if model.signature != DEFAULT_SIGNATURE:
@@ -100,26 +122,28 @@ class Converter:
             {
                 "do": "convert",
                 "path": str(source.path),
-                "repository": str(repository),
+                "repository": str(folder),
                 "name": model.name,
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
                 "batch_sizes": model.options.batch_sizes,
-                "callees": {name: others[name].to_json() for name in source.calls or () if name in others},
+                "callees": {name: spec.to_json() for name, spec in callees.items()},
+                "link": self._link,
             }
         )
-        return ModelSpec.from_json(answer["spec"])
+        return Converted(ModelSpec.from_json(answer["spec"]), folder)
 
-    async def _named(self, folder: Path, settings: Settings) -> list[Source]:
-        sources, missing = {}, []
+    async def _named(self, folder: Path, settings: Settings) -> tuple[list[Source], list[str]]:
+        sources: dict[str, Source] = {}
+        problems = []
         waiting = [(model, f"model {model.name!r}", False) for model in settings.models]
         while waiting:
             model, who, hidden = waiting.pop(0)
             candidates = (folder / model.name, folder / f"{model.name}.onnx")
             path = next((candidate for candidate in candidates if candidate.exists()), None)
             if path is None:
-                missing.append(f"{who}: neither {candidates[0]} nor {candidates[1].name} is there")
+                problems.append(f"{who}: neither {candidates[0]} nor {candidates[1].name} is there")
                 continue
             calls = _names((await self._ask({"do": "calls", "path": str(path)}))["calls"])
             sources[model.name] = Source(path, model, calls, hidden)
@@ -130,12 +154,10 @@ class Converter:
                     # On the device of who calls it. Nobody else reaches it, so its permits are never asked for.
                     called = ModelSettings(name=callee, device=model.device, queue_capacity=model.queue_capacity)
                 except ValidationError:
-                    missing.append(f"{who} calls {short_repr(callee)}, which cannot be the name of a model")
+                    problems.append(f"{who} calls {short_repr(callee)}, which cannot be the name of a model")
                 else:
                     waiting.append((called, f"{who} calls {callee!r}", True))
-        if missing:
-            raise BundleError("\n".join(missing))
-        return _callees_first(sources.values())
+        return _callees_first(sources.values()), problems
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         child = await self._running()
@@ -221,7 +243,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         max_batch_size=request["max_batch_size"],
         batch_sizes=request["batch_sizes"],
         callees={name: ModelSpec.from_json(text) for name, text in request["callees"].items()},
-        link=True,
+        link=request["link"],
     )
     for note in prepared.notes:
         logging.getLogger("nereid.convert").warning("model %r: %s", prepared.spec.name, note)

@@ -32,6 +32,9 @@ ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "servic
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
 KSERVE = "inference.GRPCInferenceService"
+# Of one dimension, and of all inputs of a request together (our service allows each as many). Both are far beyond what
+# a request can carry; a Lua number counts no further.
+MOST_SIZE, MOST_ELEMENTS = 2**31 - 1, 2**53
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 
@@ -152,7 +155,7 @@ def _lua(models: Sequence[Admitted]) -> str:
     return (
         f"local ranks = {{{ranks}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'
-        f'local filter = "{_EXTRACTION}"\n' + _LUA
+        f'local filter, most_size, most_elements = "{_EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n' + _LUA
     )
 
 
@@ -185,10 +188,16 @@ function envoy_on_request(request)
   local name = names[1]
   local rank = name ~= nil and ranks[name] or nil
   if rank == nil then return end
-  if rank >= 0 then
-    local shapes = fields["inputs.shape"]
-    if (shapes == nil and 0 or #shapes) ~= rank then return end
+  -- Triton 2.51 multiplies sizes without looking: past 32 bits of rows or 64 of bytes, or with no rows, they break the
+  -- model's process or the requests that share its batch. Our service refuses those.
+  local total, elements = 0, 1
+  for _, text in ipairs(fields["inputs.shape"] or {}) do
+    local size = tonumber(text)
+    if size < 0 or size > most_size or (size == 0 and rank >= 0) then return end
+    if size > 0 then elements = elements * size end
+    total = total + 1
   end
+  if elements > most_elements or (rank >= 0 and total ~= rank) then return end
   headers:add(header, prefix .. name)
   request:clearRouteCache()
 end

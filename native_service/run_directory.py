@@ -1,9 +1,9 @@
 """The folder of one run of ``nereid serve``, and the cleaning up after runs that could not do it themselves.
 
-``<cache>/run/<id>/`` holds ``lease`` (locked by the supervisor for its whole life) and ``triton_models/``. Every
-process of the run carries ``NEREID_RUN=<that folder>`` in its environment, and every shared-memory region starts
-with the run's prefix. A free lease therefore proves that the supervisor is gone, whatever way it went, and both
-marks say what is left of it.
+``<cache>/run/<id>/`` holds ``lease`` (locked by the supervisor for its whole life), ``triton_models/`` and
+``staging/``. Every process of the run carries ``NEREID_RUN=<that folder>`` in its environment, and every shared-memory
+region starts with the run's prefix. A free lease therefore proves that the supervisor is gone, whatever way it went,
+and both marks say what is left of it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,19 @@ class RunDirectory:
             lease = locks.try_lock(path / "lease")
             if lease is None:
                 raise RuntimeError(f"the lease of the new folder {path} is taken")
-        (path / "triton_models").mkdir()
+        for name in ("triton_models", "staging"):
+            (path / name).mkdir()
         return cls(path, lease)
 
     @property
     def repository(self) -> Path:
         """Triton's model repository of this run."""
         return self.path / "triton_models"
+
+    @property
+    def staging(self) -> Path:
+        """Where models are converted before they take their place in the repository."""
+        return self.path / "staging"
 
     @property
     def short_path(self) -> str:

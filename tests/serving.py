@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import tritonclient.grpc as tritonclient
+from onnx import TensorProto, helper, save
 from tritonclient.grpc import service_pb2
 
 from native_service.proto import inference_pb2 as pb
@@ -117,6 +118,19 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     tensor = tritonclient.InferInput(name, list(array.shape), dtypes.by_numpy(array.dtype).kserve)
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def write_adder(path: Path, amount: float = 1.0) -> None:
+    """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("input", "output")]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["input", "amount"], ["output"])],
+        "adder",
+        tensors[:1],
+        tensors[1:],
+        [helper.make_tensor("amount", TensorProto.FLOAT, [1], [amount])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
 def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:

@@ -23,6 +23,7 @@ def model_name(path):
     return path.name
 
 def convert(source, target, *, name, **_):
+    (target / name).mkdir()
     if name.startswith("wrong"):
         raise ManifestError("manifest.yaml: outputs are missing")
     if name.startswith("slow"):

@@ -79,14 +79,32 @@ def test_a_model_that_fails_is_one_short_line_and_the_server_lives(server: Trito
     asyncio.run(scenario())
 
 
-def test_a_load_that_hangs_ends_everything_at_its_deadline(server: TritonServer) -> None:
+def test_the_process_of_a_load_that_hangs_is_killed_at_its_deadline_and_the_server_lives(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            for _ in range(2):
+                with pytest.raises(ModelLoadError, match=r"model 'hangs' did not load within 0\.5 s"):
+                    await server.load("hangs", 0.5)
+            await server.load("fine", 5)
+            await server.unload("fine")
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_nothing_ends_is_not_tried_again(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("native_service.triton_process._LET_GO_S", 0.2)
+
     async def scenario() -> None:
         await server.start()
-        pid = server.pid
-        with pytest.raises(ModelLoadError, match=r"model 'hangs' did not load within 0\.5 s"):
-            await server.load("hangs", 0.5)
-        assert is_gone(pid)
+        with pytest.raises(ModelLoadError, match=r"model 'stuck' did not load within 0\.2 s"):
+            await server.load("stuck", 0.2)
+        with pytest.raises(ModelLoadError, match="an earlier load still hangs; restart the server"):
+            await server.load("stuck", 60)
+        await server.load("fine", 5)
+        started = time.monotonic()
         await server.stop()
+        assert time.monotonic() - started < 2
 
     asyncio.run(scenario())
 

@@ -12,7 +12,7 @@ from nereid_backend.batching import OutputCheck, Staging, padded_size, split
 from nereid_backend.errors import InvalidArgument, OutputError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
-TOKENS = ["bool", "u8", "i64", "f16", "f32", "bf16"]
+TOKENS = ["bool", "u8", "i64", "f16", "f32", "bf16", "f8_e4m3"]
 
 
 def tensor(name: str, dtype: str, *row_shape: int) -> TensorSpec:

@@ -138,6 +138,13 @@ def test_a_failure_in_one_group_leaves_the_other_alone() -> None:
     assert told(results) == ["no memory", [[8]], "no memory"]
 
 
+def test_arrays_of_a_wrong_rank_fail_their_own_request_only(pool: Any) -> None:
+    executor, _ = pool
+    results = executor.run([image(1, 2, 4), [np.zeros(3, np.float32)], [np.array(1.0)], image(1, 2, 4)])
+    assert [isinstance(r, Exception) for r in results] == [False, True, True, False]
+    assert told([results[0], results[3]]) == [[[8]], [[8]]]
+
+
 # A batch axis that is not the first one.
 
 
