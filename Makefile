@@ -37,6 +37,7 @@ bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
 	$(BIN)/python tests/bench/coalescing.py
+	$(BIN)/python tests/bench/hooks.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

@@ -109,11 +109,18 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
     spec = prepared.spec
     target = repository / spec.name
     text = config_text(spec)
-    for each in (prepared, *prepared.stages):
-        _check_replaceable(repository / each.spec.name, each, force=force)
+    _check_replaceable(target, prepared, force=force)
+    own = _stages(target)
     for stage in prepared.stages:
-        write(stage, repository, link=link, force=force)
-    gone = _stages(target) - {stage.spec.name for stage in prepared.stages}
+        path = repository / stage.spec.name
+        if os.path.lexists(path) and stage.spec.name not in own:
+            raise RepositoryError(
+                f"{path} is another model, or left by an interrupted conversion, and {spec.name!r} needs that "
+                "name for a part of it; rename or remove it"
+            )
+    for stage in prepared.stages:
+        write(stage, repository, link=link, force=True)
+    gone = own - {stage.spec.name for stage in prepared.stages}
     try:
         repository.mkdir(parents=True, exist_ok=True)
         with _scratch(repository) as scratch:

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import made_up
 import numpy as np
 import pytest
+from hypothesis import given
+from made_up import MANY
 
 pytest.importorskip("jax")
 
-from converters import bundle, repository
+from converters import bundle, hooks, manifest, repository
+from converters.prepared import Prepared
 from nereid_backend.errors import BundleError, ManifestError, RepositoryError, UserCodeError
-from nereid_backend.spec import BuiltinSpec, ModelSpec, TensorSpec
+from nereid_backend.spec import BuiltinSpec, ModelSpec, Program, TensorSpec
 
 HOOKS = "from nereid_backend.hooks import register_model\nregister_model()\n"
 
@@ -142,6 +147,15 @@ def test_a_model_that_replaces_an_ensemble_takes_its_stages_away(
     (folder / "manifest.yaml").write_text((folder.parent / "plain" / "manifest.yaml").read_text())
     repository.write(read(folder), target, link=False, force=True)
     assert sorted(path.name for path in target.iterdir()) == ["linear", "linear__other", "plain"]
+
+
+def test_a_stage_never_takes_the_place_of_another_model(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_bundle(client_inputs=RAGGED)
+    (folder / "hooks.py").write_text(HOOKS)
+    repository.write(read(make_bundle("linear__core")), tmp_path / "r", link=False, force=False)
+    with pytest.raises(RepositoryError, match="linear__core is another model"):
+        repository.write(read(folder), tmp_path / "r", link=False, force=True)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["linear__core"]
 
 
 def test_a_number_per_row_is_a_column_between_the_processes(make_bundle: Callable[..., Path]) -> None:
@@ -313,3 +327,50 @@ def test_a_vocabulary_without_the_special_tokens_is_refused(make_bundle: Callabl
     (folder / "vocab.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(BundleError, match="cannot be read as UTF-8 text"):
         read(folder)
+
+
+EVERYTHING = {
+    "nereid": {
+        "client_axis_order": "julia",
+        "hook_processes": 2,
+        "preprocess": [
+            {"bert_text": {"vocab": "vocab.txt", "buckets": [8], "max_length": 8, "query": "q", "ids": "ids"}}
+        ],
+        "postprocess": [
+            {"softmax": {"input": "logits", "output": "probs", "axis": "c"}},
+            {"argmax": {"input": "logits", "output": "best", "axis": -1}},
+            {"labels": {"input": "best", "output": "label", "file": "labels.txt"}},
+            {"trim": {"output": "probs", "count": "count", "axis": 1}},
+            {"detection": {"logits": "scores", "deltas": "deltas", "proposals": "rois", "delta_weights": [1, 1, 2, 2]}},
+        ],
+    },
+    "client_inputs": [tensor("q", "q", "u8", q=-1), tensor("texts", "tn", "u8", t=-1), tensor("text_lens", "n", "i32")],
+    "client_outputs": [tensor("label", "ln", "u8", l=-1), tensor("detections", "dkn", d=6, k=100)],
+}
+
+
+@MANY
+@given(made_up.altered(EVERYTHING, 2))
+def test_made_up_hooks_raise_nothing_but_our_own_errors(raw: Any) -> None:
+    inputs = [tensor("ids", "sn", "i64", s=8)]
+    outputs = [
+        tensor("logits", "cn", c=2), tensor("count", "n", "i32"), tensor("scores", "ckn", c=2, k=3),
+        tensor("deltas", "dkn", d=8, k=3), tensor("rois", "dkn", d=4, k=3),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n")
+        (folder / "labels.txt").write_text("a\nb\n")
+        rest = {"format_version": "2.1", "executable_inputs": inputs, "executable_outputs": outputs}
+        try:
+            parsed = manifest.parse({**rest, **raw}, has_hook=False)
+            tensors = [tuple(t.spec() for t in side) for side in (parsed.executable_inputs, parsed.executable_outputs)]
+            spec = ModelSpec("m", "stablehlo", "p", *tensors, (Program("f", 8),), max_batch_size=8, coalesce=True)
+            prepared = hooks.attach(Prepared(spec, {}), parsed, folder)
+            for each in (prepared, *prepared.stages):
+                repository.config_text(each.spec)
+        except BundleError as error:
+            text = str(error)
+        else:
+            text = ""
+    assert ("\n" in text, len(text) < 600) == (False, True)
