@@ -30,12 +30,12 @@ from nereid_backend.errors import (
     OutputError,
     short_repr,
 )
-from nereid_backend.hooks import Arrays, MetaModel, NamedArray
+from nereid_backend.hooks import Arrays, MetaModel, NamedArray, by_name
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 from nereid_backend.tensors import TensorAccess
 
 # BLS on Triton 2.51 makes every error INTERNAL: our own runtime writes the code before its text when asked to.
-_CODE_IN_TEXT = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
+_CODE_IN_TEXT = re.compile(r"\[([A-Z_]+)\] ")
 _BY_CODE: dict[str, type[NereidError]] = {
     cls.code: cls for cls in (InvalidArgument, DeadlineExceeded, ModelUnavailable, Cancelled)
 }
@@ -74,12 +74,12 @@ class TritonPythonModel(model.TritonPythonModel):
             call.close()
 
     def _input(self, request: Any, name: str, view: Any, scalar: bool) -> NamedArray:
-        array = view(pb_utils.get_input_tensor_by_name(request, name))
+        array = view(pb_utils.get_input_tensorby_name(request, name))
         return NamedArray(name, array.reshape(array.shape[:-1]) if scalar else array)
 
     def _in_order(self, given: Arrays) -> list[Array]:
         """What ``run`` gave, in the order of the specification. Raises OutputError."""
-        arrays = _by_name(given, f"run of model {self._spec.name!r} gave", OutputError)
+        arrays = by_name(given, f"run of model {self._spec.name!r} gave", OutputError)
         names = [tensor.name for tensor in self._spec.outputs]
         if set(arrays) != set(names):
             raise OutputError(f"run of model {self._spec.name!r} gave the outputs {sorted(arrays)}, expected {names}")
@@ -143,7 +143,7 @@ class _Callee:
             raise InvalidArgument(
                 f"model {spec.name!r} has no output {short_repr(unknown[0])}, only {[*self._outputs]}"
             )
-        arrays = _by_name(inputs, f"the call of model {spec.name!r} has", InvalidArgument)
+        arrays = by_name(inputs, f"the call of model {spec.name!r} has", InvalidArgument)
         rows = self._check(arrays)
         tensors = [write(_outward(spec, tensor, arrays[name])) for name, (tensor, write) in self._inputs.items()]
         request = pb_utils.InferenceRequest(
@@ -158,7 +158,7 @@ class _Callee:
         found = []
         for name in names:
             tensor, view = self._outputs[name]
-            array = view(pb_utils.get_output_tensor_by_name(response, name))
+            array = view(pb_utils.get_output_tensorby_name(response, name))
             found.append(array.reshape(array.shape[:-1]) if spec.is_scalar(tensor) else array)
         check = OutputCheck(replace(spec, outputs=tuple(self._outputs[name][0] for name in names)))
         return [NamedArray(name, array) for name, array in zip(names, check(found, rows), strict=True)]
@@ -198,24 +198,10 @@ def _outward(spec: ModelSpec, tensor: TensorSpec, array: Array) -> Array:
     return array[..., np.newaxis] if spec.is_scalar(tensor) else array
 
 
-def _by_name(given: Arrays, what: str, error: type[NereidError]) -> dict[str, Array]:
-    """``given`` as a dictionary of arrays. Raises ``error`` for anything but named arrays."""
-    try:
-        pairs = list(given.items() if isinstance(given, Mapping) else given)
-        arrays = {name: np.asarray(array) for name, array in pairs}
-    except (TypeError, ValueError) as problem:
-        raise error(f"{what} {short_repr(given)}, expected named arrays ({problem})") from None
-    if not all(isinstance(name, str) for name in arrays):
-        raise error(f"{what} names that are no text: {short_repr([*arrays])}")
-    if len(arrays) != len(pairs):
-        raise error(f"{what} a name twice: {short_repr([name for name, _ in pairs])}")
-    return arrays
-
-
 def _error(callee: str, text: str) -> NereidError:
     """The error of a callee with its meaning, as far as Triton lets it through."""
-    if told := _CODE_IN_TEXT.match(text):
-        return _BY_CODE.get(told[1], EngineError)(told[2])
+    if told := _CODE_IN_TEXT.search(text):  # an ensemble puts its own name before it
+        return _BY_CODE.get(told[1], EngineError)(text[: told.start()] + text[told.end() :])
     if any(words in text for words in _AWAY):
         return ModelUnavailable(f"model {callee!r} is not available at the moment; try later")
     return EngineError(f"model {callee!r} failed: {(text.splitlines() or [''])[0]}")
