@@ -74,7 +74,7 @@ class TritonPythonModel(model.TritonPythonModel):
             call.close()
 
     def _input(self, request: Any, name: str, view: Any, scalar: bool) -> NamedArray:
-        array = view(pb_utils.get_input_tensorby_name(request, name))
+        array = view(pb_utils.get_input_tensor_by_name(request, name))
         return NamedArray(name, array.reshape(array.shape[:-1]) if scalar else array)
 
     def _in_order(self, given: Arrays) -> list[Array]:
@@ -158,7 +158,7 @@ class _Callee:
         found = []
         for name in names:
             tensor, view = self._outputs[name]
-            array = view(pb_utils.get_output_tensorby_name(response, name))
+            array = view(pb_utils.get_output_tensor_by_name(response, name))
             found.append(array.reshape(array.shape[:-1]) if spec.is_scalar(tensor) else array)
         check = OutputCheck(replace(spec, outputs=tuple(self._outputs[name][0] for name in names)))
         return [NamedArray(name, array) for name, array in zip(names, check(found, rows), strict=True)]
