@@ -9,6 +9,7 @@ SOURCES := nereid_backend converters native_service tests
 # What must hold on both numpy generations.
 BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_meta_on_triton.py \
 	tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py tests/nereid_backend/test_executor.py \
+	tests/nereid_backend/test_hooks_on_triton.py tests/nereid_backend/test_pipeline.py \
 	tests/converters/test_bundles_on_triton.py
 
 .PHONY: install demo serve test thorough lint bench clean
@@ -61,5 +62,5 @@ $(VENV)/.test: $(VENV)/.demo
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
 	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-numpy2.txt \
-		--editable '.[jax,torch,onnx,serve,dev]'
+		--editable '.[jax,torch,onnx,text,serve,dev]'
 	touch $@

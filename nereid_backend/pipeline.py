@@ -60,12 +60,24 @@ class Pipeline:
 
     def run(self, requests: Sequence[list[Array]]) -> list[list[Array] | Exception]:
         """The client's outputs of each request, or why it has none."""
+        quick = self._before.mean_s + self._after.mean_s < _WORTH_A_THREAD_S
+        return self._in_turn(requests) if quick or len(requests) == 1 else self._overlapping(requests)
+
+    def _in_turn(self, requests: Sequence[list[Array]]) -> list[list[Array] | Exception]:
+        results = [self._before.outcome(arrays, VARIABLE) for arrays in requests]
+        ready = {index: result for index, result in enumerate(results) if not isinstance(result, Exception)}
+        for index, outcome in zip(ready, self._executor.run(list(ready.values())), strict=True):
+            if isinstance(outcome, Exception):
+                results[index] = outcome
+            else:
+                results[index] = self._after.outcome(outcome, self._rows(requests[index]))
+        return results
+
+    def _overlapping(self, requests: Sequence[list[Array]]) -> list[list[Array] | Exception]:
         results: list[list[Array] | Exception] = [[] for _ in requests]
-        several = len(requests) > 1
-        preparing = {
-            self._start(self._before, arrays, VARIABLE, several): index for index, arrays in enumerate(requests)
-        }
-        finishing: dict[int, Future[list[Array]]] = {}
+        start = self._pool.submit
+        preparing = {start(self._before.outcome, arrays, VARIABLE): index for index, arrays in enumerate(requests)}
+        finishing: dict[int, Future[list[Array] | Exception]] = {}
         pending = set(preparing)
         while pending:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -74,7 +86,7 @@ class Pipeline:
                 more, pending = wait(pending, timeout=self._executor.run_s)
                 done |= more
             ready: dict[int, list[Array]] = {}
-            for index, outcome in sorted(((preparing[f], _outcome(f)) for f in done), key=itemgetter(0)):
+            for index, outcome in sorted(((preparing[f], f.result()) for f in done), key=itemgetter(0)):
                 if isinstance(outcome, Exception):
                     results[index] = outcome
                 else:
@@ -83,9 +95,9 @@ class Pipeline:
                 if isinstance(outcome, Exception):
                     results[index] = outcome
                 else:
-                    finishing[index] = self._start(self._after, outcome, self._rows(requests[index]), several)
+                    finishing[index] = start(self._after.outcome, outcome, self._rows(requests[index]))
         for index, future in finishing.items():
-            results[index] = _outcome(future)
+            results[index] = future.result()
         return results
 
     def _rows(self, arrays: list[Array]) -> int:
@@ -95,17 +107,6 @@ class Pipeline:
         index, axis = self._rows_at
         rows: int = arrays[index].shape[axis]
         return rows
-
-    def _start(self, stage: _Stage, arrays: list[Array], rows: int, several: bool) -> Future[list[Array]]:
-        """Begin ``stage`` on another thread, or do it here when that is quicker."""
-        if several and stage.mean_s > _WORTH_A_THREAD_S:
-            return self._pool.submit(stage, arrays, rows)
-        future: Future[list[Array]] = Future()
-        try:
-            future.set_result(stage(arrays, rows))
-        except Exception as error:  # noqa: BLE001 - as the pool does
-            future.set_exception(error)
-        return future
 
 
 class _Stage:
@@ -127,8 +128,14 @@ class _Stage:
         self.mean_s = math.inf if steps else 0.0
         """Moving mean of the time it takes."""
 
-    def __call__(self, arrays: Sequence[Array], rows: int) -> list[Array]:
-        """The arrays of ``gives`` from those of ``takes``. Raises NereidError, MemoryError."""
+    def outcome(self, arrays: Sequence[Array], rows: int) -> list[Array] | Exception:
+        """The arrays of ``gives`` from those of ``takes``, with ``rows`` on their batch axis; or what went wrong."""
+        try:
+            return self._run(arrays, rows)
+        except Exception as error:  # noqa: BLE001 - the process edge: whatever a hook raises ends here
+            return error
+
+    def _run(self, arrays: Sequence[Array], rows: int) -> list[Array]:
         start = time.perf_counter()
         named = dict(zip(self._takes, arrays, strict=True))
         for step in self._steps:
@@ -167,10 +174,3 @@ def _read_only(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _outcome(future: Future[list[Array]]) -> list[Array] | Exception:
-    try:
-        return future.result()
-    except Exception as error:  # noqa: BLE001 - the process edge: whatever a hook raises ends here
-        return error

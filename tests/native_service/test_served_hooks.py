@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,13 @@ pytestmark = pytest.mark.triton
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("hooks")
-    write_bundle(folder / "bundles" / "scored", RAGGED_HOOKS, **RAGGED_TENSORS)
-    server = Served(folder, str(folder / "bundles"), "--bind", "127.0.0.1:0")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("hooks") / "bundles" / "scored", RAGGED_HOOKS, **RAGGED_TENSORS)
+
+
+@pytest.fixture(scope="module")
+def served(bundle: Path) -> Iterator[Served]:
+    server = Served(bundle.parents[1], str(bundle.parent), "--bind", "127.0.0.1:0", "--watch")
     yield server
     code, output = server.end()
     assert code == 0, output
@@ -61,3 +66,18 @@ def test_the_error_of_a_hook_keeps_its_code_and_text(client: Any) -> None:
     with pytest.raises(InferenceServerException, match="no keys") as caught:
         client.infer("scored", tensors)
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_changed_hooks_answer_after_a_moment_and_no_call_fails_meanwhile(bundle: Path, client: Any) -> None:
+    tensors = [
+        input_tensor("query", np.zeros(4, np.float32)),
+        input_tensor("keys", np.ones((1, 4), np.float32)),
+    ]
+    assert client.infer("scored", tensors).as_numpy("best").tolist() == [2]
+    changed = RAGGED_HOOKS.replace('arrays["keys"] + arrays["query"]', '100 * arrays["keys"]')
+    (bundle / "hooks.py").write_text(changed)
+    deadline = time.monotonic() + 60
+    while (best := client.infer("scored", tensors).as_numpy("best").tolist()) != [200]:
+        assert best == [2]
+        assert time.monotonic() < deadline, "the changed hooks never answered"
+        time.sleep(0.05)
