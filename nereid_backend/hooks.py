@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 class NamedArray(NamedTuple):
-    """A tensor in wire order. Arrays that a function is given are read-only and stay valid."""
+    """A tensor in wire order. Arrays that a function is given are read-only."""
 
     name: str
     array: Array
@@ -91,8 +91,8 @@ def register_model(
 def register_meta_model(name: str | None = None, *, run: MetaRun) -> None:  # noqa: ARG001 - the folder is the name
     """Answer the requests of this meta model with ``run(inputs, call)``.
 
-    ``name`` is for readers: the folder names the model. ``inputs`` come in the manifest's order. ``run`` may raise
-    InvalidArgument to refuse a request.
+    ``name`` is for readers: the folder names the model. ``inputs`` come in the manifest's order and stay
+    valid. ``run`` may raise InvalidArgument to refuse a request.
     """
     if not callable(run):
         raise TypeError(f"register_meta_model needs a function as run, got {type(run).__name__}")
