@@ -24,7 +24,8 @@ DEFAULT_OUTPUT = Path("triton_models")
 @click.option("--name", help="Serve the model under this name (one SOURCE only).")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:<index>.")
 @click.option("--backend", help="Kind of a nereid folder that matches several: torch, onnx, ...")
-@click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare .onnx with a symbolic first axis.")
+@click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare file with a symbolic first axis.")
+@click.option("--allow-code", is_flag=True, help="Open files that run code of their own: .pt2, pickles.")
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
 def command(
@@ -34,10 +35,11 @@ def command(
     device: str,
     backend: str | None,
     max_batch_size: int | None,
+    allow_code: bool,
     link: bool,
     force: bool,
 ) -> None:
-    """Turn bundles, nereid folders and .onnx files into a Triton model repository.
+    """Turn bundles, nereid folders and model files into a Triton model repository.
 
     A SOURCE that is none of these itself stands for the models directly below it.
     """
@@ -55,6 +57,7 @@ def command(
         "device": device,
         "backend": backend,
         "max_batch_size": max_batch_size,
+        "allow_code": allow_code,
         "link": link,
         "force": force,
     }

@@ -41,19 +41,19 @@ class Learned:
     notes: tuple[str, ...] = ()
 
     def complete(self, spec: ModelSpec) -> ModelSpec:
-        return replace(spec, outputs=self.outputs, coalesce=self.coalesce)
+        # Padding is rows, too: a program of fixed sizes whose rows are not independent takes requests of those sizes.
+        limit = spec.max_batch_size if self.coalesce or not spec.batch_sizes else 0
+        return replace(spec, outputs=self.outputs, coalesce=self.coalesce, max_batch_size=limit)
 
 
-def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput]) -> Learned:
-    """Run ``spec`` (its outputs not yet known) on made-up input and complete ``outputs``.
-
-    Always on the CPU: a model may be converted on another machine than it is served on.
+def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput], device: str = "cpu") -> Learned:
+    """Run ``spec`` (its outputs not yet known) on made-up input on ``device`` and complete ``outputs``.
 
     Raises BundleError when the model cannot run and something is left open, SignatureError when it cannot be opened.
     """
     # The engine needs the outputs' names only; shapes and dtypes come from the run.
     draft = tuple(TensorSpec(o.name, o.dtype or "f32", o.dims or (), None, o.binding) for o in outputs)
-    engine = engine_class(spec.engine).load(replace(spec, outputs=draft, device="cpu"), directory)
+    engine = engine_class(spec.engine).load(replace(spec, outputs=draft, device=device), directory)
     try:
         return _learn(engine, spec, outputs)
     finally:
@@ -80,8 +80,12 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
     specs = tuple(_complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True))
     if spec.max_batch_size < 2:
         return Learned(specs, False)
-    problem = rows.dependence(engine, spec, _rows_to_try(spec), specs)
-    return Learned(specs, problem is None, (f"requests run one by one: {problem}",) if problem else ())
+    size = _rows_to_try(spec)
+    problem = rows.dependence(engine, spec, size, specs) if size > 1 else None
+    if problem is None:
+        return Learned(specs, True)
+    sizes = f", at exactly {list(spec.batch_sizes)} rows" if spec.batch_sizes else ""
+    return Learned(specs, False, (f"requests run one by one{sizes}: {problem}",))
 
 
 def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
@@ -96,7 +100,9 @@ def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
 
 
 def _rows_to_try(spec: ModelSpec) -> int:
-    return spec.batch_sizes[0] if spec.batch_sizes else min(spec.max_batch_size, _ROWS)
+    if spec.batch_sizes:
+        return next((size for size in spec.batch_sizes if size > 1), 1)
+    return min(spec.max_batch_size, _ROWS)
 
 
 def _declared(output: OpenOutput, batched: bool) -> TensorSpec:

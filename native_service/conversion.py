@@ -65,7 +65,7 @@ class Converter:
             return await self._named(folder, settings)
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
         if not found:
-            raise BundleError(f"{folder} holds no bundle, nereid folder or .onnx file")
+            raise BundleError(f"{folder} holds no bundle, nereid folder or model file")
         models: dict[str, Source] = {}
         for name, path in found:
             if name in models:
@@ -86,6 +86,7 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "allow_code": model.options.allow_code,
             }
         )
         return ModelSpec.from_json(answer["spec"])
@@ -93,12 +94,14 @@ class Converter:
     async def _named(self, folder: Path, settings: Settings) -> list[Source]:
         sources, missing = [], []
         for model in settings.models:
-            candidates = (folder / model.name, folder / f"{model.name}.onnx")
-            path = next((candidate for candidate in candidates if candidate.exists()), None)
-            if path is None:
-                missing.append(f"model {model.name!r}: neither {candidates[0]} nor {candidates[1].name} is there")
+            paths = _candidates(folder, model.name)
+            if not paths:
+                missing.append(f"model {model.name!r}: {folder} holds no folder and no model file of that name")
+            elif len(paths) > 1:
+                names = " and ".join(path.name for path in paths)
+                missing.append(f"model {model.name!r}: {folder} holds {names}; keep one")
             else:
-                sources.append(Source(path, model))
+                sources.append(Source(paths[0], model))
         if missing:
             raise BundleError("\n".join(missing))
         return sources
@@ -149,6 +152,16 @@ class Converter:
             child.close()
 
 
+def _candidates(folder: Path, name: str) -> list[Path]:
+    """What may be meant by the model ``name``: the folder of that name, or else the model files."""
+    from converters import kinds
+
+    if (folder / name).exists():
+        return [folder / name]
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in files if kinds.kind_of(path) is not None and kinds.stem(path) == name]
+
+
 async def _log(stream: asyncio.StreamReader) -> None:
     async for line in processes.lines(stream):
         _LOG.info("%s", line)
@@ -171,6 +184,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        allow_code=request["allow_code"],
         link=True,
     )
     check_device(prepared.spec)

@@ -152,14 +152,14 @@ class StableHloEngine:
     @classmethod
     def check_device(cls, device: str) -> None:
         jax = import_library("stablehlo")
-        _configure(jax, device)
-        _device(jax, device)
+        configure(jax, device)
+        find_device(jax, device)
 
     @classmethod
     def load(cls, spec: ModelSpec, directory: Path) -> StableHloEngine:
         jax = import_library("stablehlo")
-        _configure(jax, spec.device)
-        device = _device(jax, spec.device)
+        configure(jax, spec.device)
+        device = find_device(jax, spec.device)
         weights: list[Any] = []
         if spec.weights is not None:
             # One shared read buffer; device_put aliases what is 64-byte aligned and copies the rest. It is never
@@ -190,17 +190,19 @@ class StableHloEngine:
             # result, after which the inputs may be reused.
             return [np.asarray(output) for output in function(*inputs, *self._weights)]
         except (ValueError, TypeError, RuntimeError) as error:
-            raise EngineError(f"the StableHLO program failed: {_first_line(error)}") from error
+            raise EngineError(f"the StableHLO program failed: {first_line(error)}") from error
 
     def close(self) -> None:
         self._functions, self._weights = {}, []
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _configure(jax: Any, device: str) -> None:
+def configure(jax: Any, device: str) -> None:
+    """What must be set before jax is first used for a model on ``device``."""
     # Without 64-bit mode JAX narrows i64 and f64 arguments silently.
     jax.config.update("jax_enable_x64", True)
     # A CUDA build of jax would otherwise take the first GPU for a model that asks for the CPU.
@@ -221,7 +223,8 @@ def _compilation_cache() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _device(jax: Any, device: str) -> Any:
+def find_device(jax: Any, device: str) -> Any:
+    """The jax device of a device's name. Raises DeviceMissing, BundleError."""
     kind, index = parse_device(device)
     try:
         found = jax.devices(kind)

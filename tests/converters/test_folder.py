@@ -70,7 +70,7 @@ def test_f19_a_named_backend_is_held_against_the_files(files: Any) -> None:
     path = files(CONTRACT, "a.pt")
     with pytest.raises(BundleError, match=r"backend 'onnx' was asked for, but the folder does not hold .* one \.onnx"):
         detect(path, "onnx")
-    with pytest.raises(BundleError, match="unknown backend 'xgboost'; known: torch, onnx, python"):
+    with pytest.raises(BundleError, match="unknown backend 'xgboost'; known: torch, onnx, pt2, jax, stablehlo, python"):
         detect(path, "xgboost")
     assert detect(path, "cxx") == "cxx"
 

@@ -1,0 +1,81 @@
+"""The kinds of model files: how each is named, and who reads it.
+
+A kind's name is also what ``backend`` in nereid.yaml may say, to pick one of several in a nereid folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from converters import graph, jax_files, torch_files
+from converters.artifact import Artifact
+from nereid_backend.engines import installed_engines
+from nereid_backend.errors import BundleError
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """``read`` gets the file and the device the model is served on.
+
+    ``runs_code``: what in the file runs when it is opened, None for data. ``stands_alone``: a bare file is a model that
+    is found in a folder of models; any file may be named on the command line.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    read: Callable[[Path, str], Artifact]
+    stands_alone: bool = True
+    runs_code: str | None = None
+
+    def matches(self, path: Path) -> bool:
+        return path.name.endswith(self.suffixes) and path.name not in self.suffixes
+
+    @property
+    def suffix_text(self) -> str:
+        return " or ".join(self.suffixes)
+
+
+FILE_KINDS: tuple[FileKind, ...] = (
+    FileKind("torch", (".pt",), lambda path, _: torch_files.read_script(path), stands_alone=False),
+    FileKind("onnx", (".onnx",), lambda path, _: graph.read(path)),
+    FileKind("pt2", (".pt2",), torch_files.read_archive, runs_code="torch's reader runs code from it"),
+    FileKind("jax", (".jax",), jax_files.read_export),
+    FileKind("stablehlo", (".mlir",), lambda path, _: jax_files.read_module(path)),
+)
+
+
+def file_kinds() -> tuple[FileKind, ...]:
+    """The kinds of this installation: an installed engine opens the files that end in its name."""
+    installed = [
+        FileKind(name, (f".{name}",), lambda path, _, name=name: _of_engine(path, name), stands_alone=False)  # type: ignore[misc]
+        for name in installed_engines()
+    ]
+    return (*FILE_KINDS, *installed)
+
+
+def kind_of(path: Path) -> FileKind | None:
+    """The kind of a file by its name, None when it is no model."""
+    return next((kind for kind in file_kinds() if kind.matches(path)), None)
+
+
+def stem(path: Path) -> str:
+    """A model file's name without its suffix."""
+    kind = kind_of(path)
+    ending = "" if kind is None else next(suffix for suffix in kind.suffixes if path.name.endswith(suffix))
+    return path.name.removesuffix(ending)
+
+
+def read(kind: FileKind, path: Path, device: str, *, allow_code: bool) -> Artifact:
+    """Read a file of a kind. Raises BundleError when it would run code that nobody has allowed."""
+    if kind.runs_code is not None and not allow_code:
+        raise BundleError(
+            f"{path.name}: {kind.runs_code}; if you trust it, convert with --allow-code (in nereid.yaml: options: "
+            "{allow_code: true})"
+        )
+    return kind.read(path, device)
+
+
+def _of_engine(path: Path, name: str) -> Artifact:
+    return Artifact(path.name, name, name, path.parent, {path.name: path})
