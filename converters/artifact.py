@@ -28,10 +28,10 @@ class Artifact:
     """``inputs`` and ``outputs`` are None when the file does not tell them (TorchScript).
 
     ``file`` is the program. ``directory`` holds it and what it needs beside it; None when ``files`` only can write
-    them. ``max_rows`` is the artifact's own bound on its first axis. ``compiled_per_size``: a symbolic first axis is
-    compiled anew for every size, so that rows are padded to a few sizes. ``binds_by_name``: its engine feeds tensors by
-    name, not in the order of ``inputs``. ``trial_device``: where it can be tried out; a model may be converted on
-    another machine than it is served on, so that is the CPU wherever the file allows it.
+    them. ``max_rows`` is the artifact's own bound on its first axis. ``sizes_from``: rows are padded to this size,
+    twice, four times it and so on; None when any number of rows runs as it is. ``binds_by_name``: its engine feeds
+    tensors by name, not in the order of ``inputs``. ``trial_device``: where it can be tried out; a model may be
+    converted on another machine than it is served on, so that is the CPU wherever the file allows it.
     """
 
     file: str
@@ -42,7 +42,7 @@ class Artifact:
     inputs: tuple[Port, ...] | None = None
     outputs: tuple[Port, ...] | None = None
     max_rows: int | None = None
-    compiled_per_size: bool = False
+    sizes_from: int | None = None
     binds_by_name: bool = False
     trial_device: str = "cpu"
     notes: tuple[str, ...] = ()
@@ -60,10 +60,11 @@ class Artifact:
 
     def programs(self, max_batch_size: int, fixed_size: int | None) -> tuple[Program, ...]:
         """What to run for batches of up to ``max_batch_size`` rows, or of the one size the file was made for."""
-        if fixed_size is not None or not (self.compiled_per_size and max_batch_size):
+        if fixed_size is not None or self.sizes_from is None or not max_batch_size:
             return (Program(self.file, fixed_size),)
-        powers = [2**power for power in range(max_batch_size.bit_length()) if 2**power < max_batch_size]
-        return tuple(Program(self.file, size) for size in (*powers, max_batch_size))
+        doubled = (self.sizes_from * 2**power for power in range(max_batch_size.bit_length()))
+        sizes = [size for size in doubled if size < max_batch_size]
+        return tuple(Program(self.file, size) for size in (*sizes, max_batch_size))
 
 
 def positional_names(role: str, count: int) -> list[str]:

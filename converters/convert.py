@@ -47,7 +47,7 @@ def prepare(
     if source.is_file():
         if (kind := kinds.kind_of(source)) is None:
             raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
-        artifact = kinds.read(kind, source, device, allow_code=allow_code)
+        artifact = kinds.read(kind, source, kinds.Opening(device, allow_code))
         return serve_as_is(artifact, name, device, max_batch_size)
     if max_batch_size is not None:
         raise BundleError("--max-batch-size applies to a bare file; a bundle or folder declares its own")

@@ -13,7 +13,7 @@ from converters import contract as contracts
 from converters import kinds
 from converters.artifact import serve_under
 from converters.contract import CONTRACT_FILE
-from converters.kinds import FileKind, file_kinds
+from converters.kinds import FileKind, Opening, file_kinds
 from converters.prepared import Prepared
 from nereid_backend.errors import BundleError
 
@@ -80,7 +80,7 @@ def read(folder: Path, name: str, device: str, backend: str | None, *, allow_cod
     contract = contracts.read(folder / CONTRACT_FILE)
     if not contract.inputs:
         raise BundleError(f"{CONTRACT_FILE}: a {found} model needs a declared input")
-    artifact = kinds.read(kind, _only_file(folder, kind), device, allow_code=allow_code)
+    artifact = kinds.read(kind, _only_file(folder, kind), Opening(device, allow_code))
     return serve_under(artifact, name, device, contract)
 
 

@@ -9,28 +9,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters import graph, jax_files, torch_files
+from converters import graph, jax_files, sklearn_files, torch_files, xgboost_files
 from converters.artifact import Artifact
 from nereid_backend.engines import installed_engines
 from nereid_backend.errors import BundleError
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """How a file is opened: for which device, and whether code in it may run."""
+
+    device: str
+    allow_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class FileKind:
-    """``read`` gets the file and the device the model is served on.
+    """``read`` opens a file of this kind.
 
     ``runs_code``: what in the file runs when it is opened, None for data. ``stands_alone``: a bare file is a model that
-    is found in a folder of models; any file may be named on the command line.
+    is found in a folder of models; any file may be named on the command line. ``holds``: what else must be true of a
+    file whose ending has other uses.
     """
 
     name: str
     suffixes: tuple[str, ...]
-    read: Callable[[Path, str], Artifact]
+    read: Callable[[Path, Opening], Artifact]
     stands_alone: bool = True
     runs_code: str | None = None
+    holds: Callable[[Path], bool] | None = None
 
     def matches(self, path: Path) -> bool:
-        return path.name.endswith(self.suffixes) and path.name not in self.suffixes
+        named = path.name.endswith(self.suffixes) and path.name not in self.suffixes
+        return named and (self.holds is None or self.holds(path))
 
     @property
     def suffix_text(self) -> str:
@@ -40,8 +51,27 @@ class FileKind:
 FILE_KINDS: tuple[FileKind, ...] = (
     FileKind("torch", (".pt",), lambda path, _: torch_files.read_script(path), stands_alone=False),
     FileKind("onnx", (".onnx",), lambda path, _: graph.read(path)),
-    FileKind("pt2", (".pt2",), torch_files.read_archive, runs_code="torch's reader runs code from it"),
-    FileKind("jax", (".jax",), jax_files.read_export),
+    FileKind(
+        "pt2",
+        (".pt2",),
+        lambda path, opening: torch_files.read_archive(path, opening.device),
+        runs_code="torch's reader runs code from it",
+    ),
+    FileKind("jax", (".jax",), lambda path, opening: jax_files.read_export(path, opening.device)),
+    FileKind(
+        "xgboost",
+        (".xgb.json", ".json", ".ubj"),
+        lambda path, _: xgboost_files.read(path),
+        holds=xgboost_files.is_model,
+    ),
+    FileKind("skops", (".skops",), lambda path, opening: sklearn_files.read_skops(path, allow_code=opening.allow_code)),
+    FileKind(
+        "sklearn",
+        (".joblib", ".pkl"),
+        lambda path, _: sklearn_files.read_pickle(path),
+        stands_alone=False,
+        runs_code="a pickle runs whatever its author wrote while it is read",
+    ),
     FileKind("stablehlo", (".mlir",), lambda path, _: jax_files.read_module(path)),
 )
 
@@ -67,14 +97,14 @@ def stem(path: Path) -> str:
     return path.name.removesuffix(ending)
 
 
-def read(kind: FileKind, path: Path, device: str, *, allow_code: bool) -> Artifact:
+def read(kind: FileKind, path: Path, opening: Opening) -> Artifact:
     """Read a file of a kind. Raises BundleError when it would run code that nobody has allowed."""
-    if kind.runs_code is not None and not allow_code:
+    if kind.runs_code is not None and not opening.allow_code:
         raise BundleError(
             f"{path.name}: {kind.runs_code}; if you trust it, convert with --allow-code (in nereid.yaml: options: "
             "{allow_code: true})"
         )
-    return kind.read(path, device)
+    return kind.read(path, opening)
 
 
 def _of_engine(path: Path, name: str) -> Artifact:

@@ -36,8 +36,8 @@ class TorchEngine:
         device = torch_device(torch, spec.device)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
-        (program,) = spec.programs
-        return cls(torch, cls.open(torch, directory / program.file, device), device)
+        (file,) = {program.file for program in spec.programs}
+        return cls(torch, cls.open(torch, directory / file, device), device)
 
     @classmethod
     def open(cls, torch: Any, path: Path, device: Any) -> Callable[..., Any]:
