@@ -1,4 +1,4 @@
-# make install | demo | serve | test | lint | bench. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | lint | bench. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,9 +7,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 SOURCES := nereid_backend converters native_service tests
 # What must hold on both numpy generations.
-BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py
+BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_meta_on_triton.py \
+	tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py tests/nereid_backend/test_executor.py \
+	tests/converters/test_bundles_on_triton.py
 
-.PHONY: install demo serve test lint bench clean
+.PHONY: install demo serve test thorough lint bench clean
 
 install: $(VENV)/.installed
 
@@ -27,9 +29,14 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 	$(BIN)/python -m pytest
 	$(VENV)-numpy2/bin/python -m pytest $(BOTH_NUMPYS)
 
+# 10,000 made-up manifests, contracts and specifications each.
+thorough: $(VENV)/.test
+	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
+
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/front.py
+	$(BIN)/python tests/bench/coalescing.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

@@ -142,7 +142,7 @@ def serve_under(artifact: Artifact, name: str, device: str, contract: Contract) 
         name=name,
         engine=artifact.engine,
         platform=artifact.platform,
-        inputs=tuple(_input_spec(t, limit, p) for t, p in inputs),
+        inputs=tuple(input_spec(t, limit, p) for t, p in inputs),
         outputs=(),
         programs=artifact.programs(limit, size),
         max_batch_size=limit,
@@ -158,7 +158,7 @@ def serve_under(artifact: Artifact, name: str, device: str, contract: Contract) 
     return Prepared(learned.complete(spec), artifact.files, (*artifact.notes, *learned.notes))
 
 
-def _input_spec(tensor: ContractTensor, max_batch_size: int, port: Port | None) -> TensorSpec:
+def input_spec(tensor: ContractTensor, max_batch_size: int, port: Port | None = None) -> TensorSpec:
     """An input of a nereid folder: the contract's dims exclude the batch."""
     dims = tensor.dims or ()
     batched = max_batch_size > 0

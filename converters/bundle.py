@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 from converters import manifest as manifests
-from converters import rows
+from converters import meta, rows
 from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
 from converters.prepared import Prepared, Source, place
@@ -21,44 +24,83 @@ from nereid_backend.engines import engine_class, stablehlo
 from nereid_backend.engines.stablehlo import Argument, Module
 from nereid_backend.errors import BundleError, SignatureError
 from nereid_backend.spec import VARIABLE, ModelSpec, Program, TensorSpec, Weights
+from nereid_backend.user_code import USER_CODE
 
-PLAIN_MODULE = "model.mlir"
-JULIA_HOOKS, PYTHON_HOOKS = "model.jl", "hooks.py"
+BatchSizes = Literal["all", "largest"]
+"""Which of the compiled batch sizes to serve; the largest alone loads faster and pads more."""
+
+JULIA_HOOKS, PYTHON_HOOKS = "model.jl", USER_CODE
 PLATFORM = "stablehlo"
 
 
-def read(directory: Path, name: str, device: str) -> Prepared:
-    """Read and check a bundle. Raises a BundleError subclass, or EngineMissing without jax."""
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """A compiled program. ``size`` is the batch size in its name, ``sizes`` its entry of ``input_shapes``."""
+
+    path: Path
+    size: int | None
+    sizes: Mapping[str, int]
+
+
+def read(
+    directory: Path,
+    name: str,
+    device: str,
+    batch_sizes: BatchSizes = "all",
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
+) -> Prepared:
+    """Read and check a bundle. Raises a BundleError subclass, or EngineMissing without jax.
+
+    ``callees`` holds, by name, the models that a meta model may call.
+    """
     hooks = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
     manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(hooks))
-    _refuse_unsupported(manifest, hooks)
-    files = find_modules(directory, manifest)
+    if manifest.kind == "meta":
+        return meta.read(directory, name, manifest, callees)
+    _refuse_unsupported(hooks)
+    files = find_modules(directory, manifest, batch_sizes)
     weights = bundle_weights.read(directory / manifest.weights_file)
-    modules = {size: stablehlo.read_module(path) for size, path in files.items()}
-    inputs = tuple(tensor.spec() for tensor in manifest.executable_inputs)
+    modules = [stablehlo.read_module(file.path) for file in files]
     outputs = tuple(tensor.spec() for tensor in manifest.executable_outputs)
-    for size, module in modules.items():
-        _check_signature(files[size].name, module, size, inputs, outputs, weights)
-    if None in modules:
-        inputs = _as_compiled(inputs, modules[None].arguments)
-        outputs = _as_compiled(outputs, modules[None].results)
-    coalesce = None not in modules and bool(inputs) and all(tensor.batch_axis == 0 for tensor in (*inputs, *outputs))
+    for file, module in zip(files, modules, strict=True):
+        _check_signature(file, module, _inputs(manifest, file.sizes), outputs, weights)
+    inputs = _inputs(manifest, {})
+    static = any(file.size is None for file in files)
+    if static:
+        inputs = _as_compiled(inputs, [module.arguments for module in modules])
+        outputs = _as_compiled(outputs, [module.results for module in modules])
+    batched = not static and bool(inputs) and all(t.batch_axis is not None for t in (*inputs, *outputs))
+    first = all(tensor.batch_axis == 0 for tensor in (*inputs, *outputs))
     spec = ModelSpec(
         name=name,
         engine="stablehlo",
         platform=PLATFORM,
         inputs=inputs,
         outputs=outputs,
-        programs=tuple(Program(files[size].name, size) for size in files),
+        programs=(),
         weights=Weights(DEFAULT_WEIGHTS_FILE, weights.argument_order),
-        max_batch_size=max(size for size in files if size is not None) if coalesce else 0,
-        coalesce=coalesce,
+        max_batch_size=max(file.size or 0 for file in files) if batched and first else 0,
+        coalesce=batched,
         device=device,
     )
-    sources: dict[str, Source] = {path.name: path for path in files.values()}
+    variants = [tuple(m.arguments[index].shape[axis] for index, axis in spec.variable_axes) for m in modules]
+    programs = (
+        Program(file.path.name, None if static else file.size, variant)
+        for file, variant in zip(files, variants, strict=True)
+    )
+    spec = replace(spec, programs=tuple(programs))
+    sources: dict[str, Source] = {file.path.name: file.path for file in files}
     sources[DEFAULT_WEIGHTS_FILE] = weights.writer() if weights.needs_transpose else weights.path
-    prepared = Prepared(spec, sources)
-    return _with_rows_checked(prepared) if coalesce else prepared
+    prepared = Prepared(spec, sources, () if first or not batched else (_SIDEWAYS,))
+    return _with_rows_checked(prepared) if batched else prepared
+
+
+_SIDEWAYS = "requests run one by one: Triton batches along the first axis, which is not where this bundle has its rows"
+
+
+def _inputs(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[TensorSpec, ...]:
+    """The executable inputs in wire order, variable axes set to ``sizes`` where it has them."""
+    return tuple(tensor.at(sizes).spec() for tensor in manifest.executable_inputs)
 
 
 def _with_rows_checked(prepared: Prepared) -> Prepared:
@@ -66,27 +108,34 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
 
     The bundle format takes independence for granted; such a program then runs one request per call at an exact size.
     """
-    spec = prepared.spec
-    size = next((size for size in spec.batch_sizes if size > 1), None)
-    if size is None:
-        return prepared
     with tempfile.TemporaryDirectory() as scratch:
         for name, source in prepared.files.items():
             place(source, Path(scratch) / name, link=True)
-        # On the CPU: a bundle may be converted on another machine than it is served on.
-        engine = engine_class(spec.engine).load(replace(spec, device="cpu"), Path(scratch))
-        try:
-            problem = rows.dependence(engine, spec, size, spec.outputs)
-        finally:
-            engine.close()
+        for variant in prepared.spec.variants:
+            spec = prepared.spec.at_variant(variant)
+            problem = _dependence(spec, Path(scratch))
+            if problem is not None:
+                break
     if problem is None:
         return prepared
-    spec = replace(spec, coalesce=False, max_batch_size=0)
-    note = f"requests run one by one, without padding, at exactly {list(spec.batch_sizes)} rows: {problem}"
-    return Prepared(spec, prepared.files, (note,))
+    spec = replace(prepared.spec, coalesce=False, max_batch_size=0)
+    which = f"variant {list(variant)}: " if variant else ""
+    return Prepared(spec, prepared.files, (rows.kept_apart(spec, f"{which}{problem}"),))
 
 
-def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:
+def _dependence(spec: ModelSpec, directory: Path) -> str | None:
+    size = next((size for size in spec.batch_sizes if size > 1), None)
+    if size is None:
+        return None
+    # On the CPU: a bundle may be converted on another machine than it is served on.
+    engine = engine_class(spec.engine).load(replace(spec, device="cpu"), directory)
+    try:
+        return rows.dependence(engine, spec, size, spec.outputs)
+    finally:
+        engine.close()
+
+
+def _refuse_unsupported(hooks: list[str]) -> None:
     if JULIA_HOOKS in hooks:
         raise BundleError(
             "the bundle has Julia hooks (model.jl), which Python cannot run; remove model.jl and the client specs if "
@@ -94,45 +143,58 @@ def _refuse_unsupported(manifest: Manifest, hooks: list[str]) -> None:
         )
     if PYTHON_HOOKS in hooks:
         raise BundleError("the bundle has hooks.py; hooks are not supported by this version")
-    if manifest.kind == "meta":
-        raise BundleError("the bundle is a meta model; those are not supported by this version")
-    if manifest.input_shapes:
-        raise BundleError("the bundle has shape variants (input_shapes); those are not supported by this version")
 
 
-def find_modules(directory: Path, manifest: Manifest) -> dict[int | None, Path]:
-    """Module files by compiled batch size, ascending; ``{None: model.mlir}`` for a size-less bundle.
+def find_modules(directory: Path, manifest: Manifest, batch_sizes: BatchSizes = "all") -> list[ModuleFile]:
+    """The modules of a bundle by variant and ascending batch size.
 
-    The files present decide what is compiled; ``model.mlir`` counts only when there is no ``model.b{N}.mlir``.
+    The files present decide what is compiled; the size-less module of a variant counts only when it has no ``.b{N}``.
     """
+    files: list[ModuleFile] = []
+    for index, sizes in enumerate(manifest.input_shapes or ({},)):
+        prefix = f"model.v{index}" if manifest.input_shapes else "model"
+        files += _modules_of(directory, prefix, sizes, manifest.compiled_batch_sizes, batch_sizes)
+    if any(file.size for file in files) and not any(t.batch_axis is not None for t in manifest.executable_inputs):
+        raise BundleError("there are model.b{N}.mlir files but no executable input has a batch axis")
+    if batch_sizes == "largest" and any(file.size is None for file in files):
+        raise BundleError("batch sizes cannot be chosen: the bundle has a module without a batch size in its name")
+    return files
+
+
+def _modules_of(
+    directory: Path, prefix: str, sizes: Mapping[str, int], declared: Sequence[int], batch_sizes: BatchSizes
+) -> list[ModuleFile]:
     sized = {
         int(match[1]): path
         for path in directory.iterdir()
-        if (match := re.fullmatch(r"model\.b([1-9]\d*)\.mlir", path.name))
+        if (match := re.fullmatch(re.escape(prefix) + r"\.b([1-9]\d*)\.mlir", path.name))
     }
-    if sized:
-        if missing := sorted(set(manifest.compiled_batch_sizes) - set(sized)):
+    if not sized:
+        plain = directory / f"{prefix}.mlir"
+        if not plain.exists():
             raise BundleError(
-                f"manifest declares compiled batch sizes {missing} but there is no model.b{missing[0]}.mlir; export "
-                "the bundle again or correct 'compiled_batch_sizes'"
+                f"there is neither {prefix}.mlir nor {prefix}.b{{N}}.mlir; a bundle needs a compiled program"
+                + (", one for each entry of input_shapes" if sizes else "")
             )
-        if not any(tensor.batch_axis is not None for tensor in manifest.executable_inputs):
-            raise BundleError("there are model.b{N}.mlir files but no executable input has a batch axis")
-        return {size: sized[size] for size in sorted(sized)}
-    if (directory / PLAIN_MODULE).exists():
-        return {None: directory / PLAIN_MODULE}
-    raise BundleError("there is neither model.mlir nor model.b{N}.mlir; a bundle needs a compiled program")
+        return [ModuleFile(plain, None, sizes)]
+    if missing := sorted(set(declared) - set(sized)):
+        raise BundleError(
+            f"manifest declares compiled batch sizes {missing} but there is no {prefix}.b{missing[0]}.mlir; export "
+            "the bundle again or correct 'compiled_batch_sizes'"
+        )
+    served = sorted(sized)[-1:] if batch_sizes == "largest" else sorted(sized)
+    return [ModuleFile(sized[size], size, sizes) for size in served]
 
 
 def _check_signature(
-    file: str,
+    module_file: ModuleFile,
     module: Module,
-    size: int | None,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
     weights: BundleWeights,
 ) -> None:
     """Compare ``main`` with the manifest and the weights. Raises SignatureError naming the argument."""
+    file, size = module_file.path.name, module_file.size
     expected = len(inputs) + len(weights.argument_order)
     if len(module.arguments) != expected:
         raise SignatureError(
@@ -171,12 +233,17 @@ def _check_tensors(
             )
 
 
-def _as_compiled(tensors: tuple[TensorSpec, ...], arguments: tuple[Argument, ...]) -> tuple[TensorSpec, ...]:
-    """A size-less module runs at exactly the sizes it was compiled for: serve those, with no batch axis."""
-    return tuple(
-        replace(tensor, shape=argument.shape, batch_axis=None)
-        for tensor, argument in zip(tensors, arguments, strict=False)
-    )
+def _as_compiled(tensors: tuple[TensorSpec, ...], modules: Sequence[tuple[Argument, ...]]) -> tuple[TensorSpec, ...]:
+    """A size-less module runs at exactly the sizes it was compiled for: serve those, with no batch axis.
+
+    An axis that differs between the modules of a bundle is variable.
+    """
+    served = []
+    for index, tensor in enumerate(tensors):
+        shapes = zip(*(arguments[index].shape for arguments in modules), strict=True)
+        shape = tuple(sizes[0] if len(set(sizes)) == 1 else VARIABLE for sizes in shapes)
+        served.append(replace(tensor, shape=shape, batch_axis=None))
+    return tuple(served)
 
 
 def _text(dtype: str, shape: tuple[int, ...]) -> str:

@@ -25,6 +25,8 @@ DEFAULT_OUTPUT = Path("triton_models")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:<index>.")
 @click.option("--backend", help="Kind of a nereid folder that matches several: torch, onnx, ...")
 @click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare file with a symbolic first axis.")
+@click.option("--batch-sizes", type=click.Choice(["all", "largest"]), default="all", show_default=True,
+              help="Which compiled batch sizes of a bundle to serve.")  # fmt: skip
 @click.option("--allow-code", is_flag=True, help="Open files that run code of their own: .pt2, pickles.")
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
@@ -35,6 +37,7 @@ def command(
     device: str,
     backend: str | None,
     max_batch_size: int | None,
+    batch_sizes: str,
     allow_code: bool,
     link: bool,
     force: bool,
@@ -44,9 +47,11 @@ def command(
     A SOURCE that is none of these itself stands for the models directly below it.
     """
     from converters.convert import model_name
+    from converters.discover import calls_of
 
     signal.signal(signal.SIGTERM, _leave)
     found = [model for source in sources for model in _found(source)]
+    found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
     if name is not None and len(found) != 1:
         raise click.UsageError(f"--name needs exactly one model, found {len(found)}")
     names = [model_name(model) for model in found]
@@ -57,6 +62,7 @@ def command(
         "device": device,
         "backend": backend,
         "max_batch_size": max_batch_size,
+        "batch_sizes": batch_sizes,
         "allow_code": allow_code,
         "link": link,
         "force": force,
@@ -82,7 +88,8 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     spec = prepared.spec
     dynamic = f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
     sizes = ", ".join(map(str, spec.batch_sizes)) or dynamic
-    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes})")
+    variants = f", variants: {len(spec.variants)}" if spec.variants != ((),) else ""
+    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes}{variants})")
     for note in prepared.notes:
         click.echo(f"note: {source}: {note}", err=True)
     return True

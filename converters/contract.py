@@ -19,8 +19,8 @@ from google.protobuf import text_format
 
 from converters.messages import message_classes
 from nereid_backend import dtypes
-from nereid_backend.errors import ContractError
-from nereid_backend.spec import VARIABLE
+from nereid_backend.errors import ContractError, short_repr
+from nereid_backend.spec import MAX_SIZE, VARIABLE
 
 CONTRACT_FILE = "model_inference.textproto"
 DEFAULT_DATATYPE = "FP32"
@@ -28,7 +28,6 @@ FLAT_INPUT, FLAT_OUTPUT = "input", "output"
 
 _TOP_KEYS = ("input_shape", "output_shape", "data_type", "max_batch_size")
 _TENSOR_KEYS = ("name", "data_type", "dims")
-_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ def parse(text: str) -> Contract:
 
 def _contract(raw: Mapping[str, Any]) -> Contract:
     size = raw.get("max_batch_size", 0)
-    if not 0 <= size <= _MAX_INT32:  # an int32 in Triton's configuration
-        raise ContractError(f"max_batch_size must be >= 0 and <= {_MAX_INT32}, got {size}")
+    if not 0 <= size <= MAX_SIZE:
+        raise ContractError(f"max_batch_size must be >= 0 and <= {MAX_SIZE}, got {size}")
     if raw.get("input") or raw.get("output"):
         for key in ("input_shape", "output_shape", "data_type"):
             if key in raw:
@@ -101,6 +100,8 @@ def _tensor(block: Mapping[str, Any], kind: str) -> ContractTensor:
     name = block.get("name")
     if not name:
         raise ContractError(f"an {kind} block has no name")
+    if not name.isprintable():
+        raise ContractError(f"{kind} name {short_repr(name)} has characters that cannot be printed; rename it")
     if "dims" not in block:
         raise ContractError(f"{kind} {name!r} has no dims")
     return ContractTensor(
@@ -119,9 +120,9 @@ def _dims(values: list[int], where: str) -> tuple[int, ...]:
     if not values:
         raise ContractError(f"{where} is empty; list at least one dimension")
     for value in values:
-        if value != VARIABLE and not 1 <= value <= _MAX_INT32:
+        if value != VARIABLE and not 1 <= value <= MAX_SIZE:
             raise ContractError(
-                f"{where} has {value}; dimensions are -1 or >= 1 (and <= {_MAX_INT32}) and exclude the batch"
+                f"{where} has {value}; dimensions are -1 or >= 1 (and <= {MAX_SIZE}) and exclude the batch"
             )
     return tuple(values)
 

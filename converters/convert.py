@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from converters import bundle, folder, kinds, repository
+from converters import bundle, discover, folder, kinds, meta, repository
 from converters.artifact import serve_as_is
+from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
 from nereid_backend.engines import engine_class, parse_device
@@ -15,8 +17,6 @@ from nereid_backend.errors import BundleError
 from nereid_backend.spec import ModelSpec
 
 _FILES = f"a model file ({', '.join(kind.suffix_text for kind in kinds.FILE_KINDS)})"
-# Triton refuses other characters from 26.03 on, and a name becomes a directory.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def model_name(source: Path) -> str:
@@ -32,28 +32,33 @@ def prepare(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    batch_sizes: BatchSizes = "all",
     allow_code: bool = False,
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
-    """Read and check a model without writing anything. Raises NereidError subclasses."""
+    """Read and check a model without writing anything. Raises NereidError subclasses.
+
+    ``callees`` holds, by name, the models that a meta model may call.
+    """
     parse_device(device)
     name = model_name(source) if name is None else name
-    if not _NAME.fullmatch(name):
-        raise BundleError(
-            f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name"
-        )
+    repository.check_name(name)
     if not source.exists():
         raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or {_FILES}")
     _refuse_special_files(source)
-    if source.is_file():
-        if (kind := kinds.kind_of(source)) is None:
-            raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
-        artifact = kinds.read(kind, source, kinds.Opening(device, allow_code))
-        return serve_as_is(artifact, name, device, max_batch_size)
-    if max_batch_size is not None:
+    is_bundle = source.is_dir() and (source / MANIFEST_FILE).exists() and backend is None
+    if max_batch_size is not None and source.is_dir():
         raise BundleError("--max-batch-size applies to a bare file; a bundle or folder declares its own")
-    if (source / MANIFEST_FILE).exists() and backend is None:
-        return bundle.read(source, name, device)
-    return folder.read(source, name, device, backend, allow_code=allow_code)
+    if batch_sizes != "all" and not is_bundle:
+        raise BundleError("batch sizes can be chosen for bundles only; this model is none")
+    if is_bundle:
+        return bundle.read(source, name, device, batch_sizes, callees)
+    if source.is_dir():
+        return folder.read(source, name, device, backend, allow_code=allow_code)
+    if (kind := kinds.kind_of(source)) is None:
+        raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
+    artifact = kinds.read(kind, source, kinds.Opening(device, allow_code))
+    return serve_as_is(artifact, name, device, max_batch_size)
 
 
 def _refuse_special_files(source: Path) -> None:
@@ -71,13 +76,27 @@ def convert(
     device: str = "cpu",
     backend: str | None = None,
     max_batch_size: int | None = None,
+    batch_sizes: BatchSizes = "all",
     allow_code: bool = False,
+    callees: Mapping[str, ModelSpec] | None = None,
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
-    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written."""
+    """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written.
+
+    The callees of a meta model are those in ``target`` unless ``callees`` gives them.
+    """
+    if callees is None:
+        callees = meta.callees_in(target, discover.calls_of(source) or ())
     prepared = prepare(
-        source, name=name, device=device, backend=backend, max_batch_size=max_batch_size, allow_code=allow_code
+        source,
+        name=name,
+        device=device,
+        backend=backend,
+        max_batch_size=max_batch_size,
+        batch_sizes=batch_sizes,
+        allow_code=allow_code,
+        callees=callees,
     )
     repository.write(prepared, target, link=link, force=force)
     return prepared
@@ -85,4 +104,5 @@ def convert(
 
 def check_device(spec: ModelSpec) -> None:
     """Raise EngineMissing or DeviceMissing unless this interpreter can run ``spec`` on its device."""
-    engine_class(spec.engine).check_device(spec.device)
+    if spec.calls is None:
+        engine_class(spec.engine).check_device(spec.device)

@@ -1,13 +1,15 @@
-"""Finding models under a folder, told apart by content."""
+"""Finding models under a folder, told apart by content, and the order in which they can be converted."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from converters import manifest as manifests
 from converters.contract import CONTRACT_FILE
 from converters.folder import detectors
 from converters.kinds import kind_of
 from converters.manifest import MANIFEST_FILE
+from nereid_backend.errors import ManifestError
 
 
 def is_model(path: Path) -> bool:
@@ -29,3 +31,14 @@ def find(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and is_model(entry))
+
+
+def calls_of(source: Path) -> tuple[str, ...] | None:
+    """The callees that a meta model's manifest declares; None for every other model, also a broken one."""
+    if not (source / MANIFEST_FILE).is_file():
+        return None
+    try:
+        manifest = manifests.read(source / MANIFEST_FILE, has_hook=True)
+    except ManifestError:
+        return None
+    return manifest.calls if manifest.kind == "meta" else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ import yaml
 from converters.yaml12 import load_yaml
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, ManifestError, short_repr
-from nereid_backend.spec import VARIABLE, TensorSpec
+from nereid_backend.spec import MAX_SIZE, VARIABLE, TensorSpec
 
 MANIFEST_FILE = "manifest.yaml"
 DEFAULT_WEIGHTS_FILE = "weights.safetensors"
 VERSIONS = ("2", "2.0", "2.1")
 BATCH_LETTERS = frozenset("nb")
+CONCURRENCY = "concurrency"
+MOST_CONCURRENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class ManifestTensor:
     @property
     def variable_letters(self) -> tuple[str, ...]:
         return tuple(letter for letter in self.letters if self.dims.get(letter) == VARIABLE)
+
+    def at(self, sizes: Mapping[str, int]) -> ManifestTensor:
+        """The tensor with the variable axes that ``sizes`` names set to its values."""
+        fixed = {letter: sizes[letter] for letter in self.variable_letters if letter in sizes}
+        return replace(self, dims={**self.dims, **fixed})
 
     def spec(self) -> TensorSpec:
         """The tensor in wire order."""
@@ -89,8 +96,6 @@ def read(path: Path, *, has_hook: bool) -> Manifest:
         raise ManifestError(f"{path.name}{where}: is not YAML ({problem}); correct the line") from None
     except RecursionError:
         raise ManifestError(f"{path.name}: is nested too deeply; write it flat") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
-        raise ManifestError(f"{path.name}: is not YAML ({error}); quote the value") from None
     return parse(raw, has_hook=has_hook)
 
 
@@ -155,6 +160,8 @@ def _tensor(raw: Any, where: str) -> ManifestTensor:
     name, letters = raw["name"], raw["shape"]
     if not name:
         raise ManifestError(f"{where} 'name' is empty")
+    if not name.isprintable():
+        raise ManifestError(f"{where} 'name' {short_repr(name)} has characters that cannot be printed; rename it")
     where = f"{where} {name!r}"
     dims = raw.get("dims")
     dims = {} if dims is None else dims
@@ -184,8 +191,8 @@ def _check_shape(letters: str, dims: Mapping[Any, Any], where: str) -> None:
             raise ManifestError(f"{where}: dims must not give the batch axis {key!r} a size")
         if type(size) is not int:
             raise ManifestError(f"{where}: dims {key!r} must be an integer, got {_kind(size)}")
-        if size == 0 or size < VARIABLE:
-            raise ManifestError(f"{where}: dims {key!r} must be > 0 or -1, got {size}")
+        if size == 0 or not VARIABLE <= size <= MAX_SIZE:
+            raise ManifestError(f"{where}: dims {key!r} must be > 0 or -1, at most {MAX_SIZE}, got {short_repr(size)}")
     for key in dims:
         if key not in letters:
             raise ManifestError(f"{where}: dims key {key!r} is not in shape {letters!r}")
@@ -201,7 +208,7 @@ def _batch_sizes(raw: Any) -> tuple[int, ...]:
         raise ManifestError(f"manifest 'batching' must be a mapping, got {_kind(raw)}")
     sizes = raw.get("compiled_batch_sizes")
     sizes = [] if sizes is None else sizes
-    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes):
         raise ManifestError(
             f"manifest 'batching.compiled_batch_sizes' must be a list of positive integers, got {short_repr(sizes)}"
         )
@@ -215,9 +222,10 @@ def _input_shapes(raw: Any) -> tuple[Mapping[str, int], ...]:
         raise ManifestError(f"manifest 'input_shapes' must be a list of mappings, got {_kind(raw)}")
     for entry in raw:
         for letter, size in entry.items():
-            if type(size) is not int or size <= 0:
+            if type(size) is not int or not 0 < size <= MAX_SIZE:
                 raise ManifestError(
-                    f"manifest 'input_shapes': size of {short_repr(letter)} must be > 0, got {short_repr(size)}"
+                    f"manifest 'input_shapes': size of {short_repr(letter)} must be > 0 (and <= {MAX_SIZE}), got "
+                    f"{short_repr(size)}"
                 )
     return tuple(dict(entry) for entry in raw)
 
@@ -242,8 +250,8 @@ def _weights_file(raw: Any) -> str:
 def _options(raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise ManifestError(f"manifest 'nereid' must be a mapping, got {_kind(raw)}")
-    if raw:
-        raise ManifestError(f"manifest 'nereid' has unknown keys {sorted(map(str, raw))}; this version knows none")
+    if unknown := sorted(str(key) for key in raw if key != CONCURRENCY):
+        raise ManifestError(f"manifest 'nereid' has unknown keys {unknown}; known: {CONCURRENCY}")
     return dict(raw)
 
 
@@ -270,9 +278,16 @@ def _validate_meta(manifest: Manifest, has_hook: bool) -> None:
         raise ManifestError(f"manifest 'meta.calls' lists itself ({manifest.name!r})")
     if manifest.input_shapes:
         raise ManifestError("manifest of kind meta must not have 'input_shapes'")
+    concurrency = manifest.options.get(CONCURRENCY, 1)
+    if type(concurrency) is not int or not 0 < concurrency <= MOST_CONCURRENT:
+        raise ManifestError(
+            f"manifest 'nereid.{CONCURRENCY}' must be an integer from 1 to {MOST_CONCURRENT}, got {_kind(concurrency)}"
+        )
 
 
 def _validate_model(manifest: Manifest, has_hook: bool) -> None:
+    if CONCURRENCY in manifest.options:
+        raise ManifestError(f"manifest 'nereid.{CONCURRENCY}' is for kind meta only")
     if (manifest.client_inputs or manifest.client_outputs) and not has_hook:
         raise ManifestError("client_inputs and client_outputs are only valid when model.jl is present (or hooks.py)")
     inputs = manifest.executable_inputs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,14 +19,30 @@ from google.protobuf import text_format
 
 from converters.prepared import Prepared, place
 from nereid_backend.engines import parse_device
-from nereid_backend.errors import RepositoryError
+from nereid_backend.errors import BundleError, RepositoryError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 
 CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
 MODEL_PY = "from nereid_backend.model import TritonPythonModel as TritonPythonModel\n"
+META_MODEL_PY = "from nereid_backend.meta import TritonPythonModel as TritonPythonModel\n"
 
+# Triton refuses other characters from 26.03 on, and a name becomes a directory.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+
+
+def is_name(name: str) -> bool:
+    """Whether a model may be called ``name``."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str) -> None:
+    """Raise BundleError unless a model may be called ``name``."""
+    if not is_name(name):
+        raise BundleError(
+            f"model name {name!r} has characters outside letters, digits and _.-; rename it or use --name"
+        )
 
 
 def config(spec: ModelSpec) -> Any:
@@ -38,14 +55,17 @@ def config(spec: ModelSpec) -> Any:
         for tensor in tensors:
             field.add(name=tensor.name, data_type=_data_type(pb, tensor), dims=spec.dims(tensor))
     kind, index = parse_device(spec.device)
-    group = message.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
+    group = message.instance_group.add(count=spec.instances, kind=pb.ModelInstanceGroup.KIND_CPU)
     if kind == "cuda":
         group.kind = pb.ModelInstanceGroup.KIND_GPU
         group.gpus.append(index)
-    if spec.coalesce:
+    if spec.coalesce and spec.max_batch_size > 1:
         # No delay (500 us of it makes a lone client 2.4x slower and gains nothing under load) and no queue policy
         # (on one instance each of them makes requests wait for a 500 ms tick).
         message.dynamic_batching.SetInParent()
+        # Else Triton ends a batch where the shape changes; the runtime sorts variants into runs itself.
+        for field in message.input:
+            field.allow_ragged_batch = spec.variants != ((),)
     return message
 
 
@@ -75,7 +95,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             version = fresh / VERSION
             version.mkdir(parents=True)
             _write_text(fresh / CONFIG_FILE, text)
-            _write_text(version / MODEL_FILE, MODEL_PY)
+            _write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
             _write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
                 place(source, version / name, link=link)

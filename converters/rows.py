@@ -57,13 +57,14 @@ def made_up(inputs: Sequence[TensorSpec], variable: int, rng: np.random.Generato
 def dependence(engine: Engine, spec: ModelSpec, size: int, outputs: Sequence[TensorSpec]) -> str | None:
     """Why rows must not share a run, None when nothing speaks against it. ``size`` (>= 2) is one the engine can run."""
     rng = np.random.default_rng(0)
+    axes = [tensor.batch_axis or 0 for tensor in outputs]
     pool = [made_up(spec.inputs, VARIABLE_SIZE, rng, kind) for kind in range(len(_FLOAT_KINDS))]
     deadline = time.monotonic() + _ENOUGH_S
 
     @cache
     def expected(kind: int) -> list[Array]:
-        """What a row of ``kind`` gives beside padding."""
-        return _run(engine, [pool[kind]] + [pool[0]] * (size - 1))
+        """What a row of ``kind`` gives beside padding, and the padding with it."""
+        return _run(engine, spec, [pool[kind]] + [pool[0]] * (size - 1))
 
     try:
         if problem := _misshapen(outputs, expected(1), size):
@@ -73,14 +74,14 @@ def dependence(engine: Engine, spec: ModelSpec, size: int, outputs: Sequence[Ten
                 break
             drawn = rng.integers(0, len(pool), size).tolist()
             places = [*_FIRST_ARRANGEMENTS[count], *drawn][:size] if count < len(_FIRST_ARRANGEMENTS) else drawn
-            results = _run(engine, [pool[kind] for kind in places])
+            results = _run(engine, spec, [pool[kind] for kind in places])
             for place, kind in enumerate(places):
-                if not _agree([r[place] for r in results], [e[0] for e in expected(kind)], _SAME_SIZE):
+                if not _agree(_row(results, axes, place), _row(expected(kind), axes, 0), _SAME_SIZE):
                     return "a row gives another result beside other rows"
         if not spec.batch_sizes or 1 in spec.batch_sizes:
             for kind in (1, 2):
-                beside = [e[0] for e in expected(kind)]
-                alone = [a.reshape(b.shape) for a, b in zip(_run(engine, [pool[kind]]), beside, strict=True)]
+                beside = _row(expected(kind), axes, 0)
+                alone = [a.reshape(b.shape) for a, b in zip(_run(engine, spec, [pool[kind]]), beside, strict=True)]
                 if not _agree(alone, beside, _OTHER_SIZE):
                     return "a row gives another result beside other rows than alone"
     except (EngineError, InvalidArgument, ValueError, IndexError) as error:
@@ -90,10 +91,21 @@ def dependence(engine: Engine, spec: ModelSpec, size: int, outputs: Sequence[Ten
     return None
 
 
-def _run(engine: Engine, rows: Sequence[Row]) -> list[Array]:
+def kept_apart(spec: ModelSpec, why: str) -> str:
+    """The remark on a model whose rows must not share a run."""
+    exactly = f", without padding, at exactly {list(spec.batch_sizes)} rows" if spec.batch_sizes else ""
+    return f"requests run one by one{exactly}: {why}"
+
+
+def _run(engine: Engine, spec: ModelSpec, rows: Sequence[Row]) -> list[Array]:
     """The outputs of one run of ``rows``; copies both ways, as a model may write to its input or return it."""
-    batch = [np.concatenate(arrays) for arrays in zip(*rows, strict=True)]
+    parts = zip(*rows, strict=True)
+    batch = [np.concatenate(arrays, t.batch_axis or 0) for t, arrays in zip(spec.inputs, parts, strict=True)]
     return [np.array(output) for output in engine.run(batch)]
+
+
+def _row(outputs: Sequence[Array], axes: Sequence[int], place: int) -> list[Array]:
+    return [np.take(output, place, axis) for output, axis in zip(outputs, axes, strict=True)]
 
 
 def _misshapen(outputs: Sequence[TensorSpec], results: Sequence[Array], size: int) -> str | None:

@@ -41,9 +41,7 @@ class Learned:
     notes: tuple[str, ...] = ()
 
     def complete(self, spec: ModelSpec) -> ModelSpec:
-        # Padding is rows, too: a program of fixed sizes whose rows are not independent takes requests of those sizes.
-        limit = spec.max_batch_size if self.coalesce or not spec.batch_sizes else 0
-        return replace(spec, outputs=self.outputs, coalesce=self.coalesce, max_batch_size=limit)
+        return replace(spec, outputs=self.outputs, coalesce=self.coalesce)
 
 
 def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput], device: str = "cpu") -> Learned:
@@ -73,19 +71,17 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
         return Learned(
             tuple(_declared(o, batched) for o in outputs),
             False,
-            (f"requests run one by one: a trial run failed ({error})",),
+            _kept_apart(spec, f"a trial run failed ({error})"),
         )
     if len(alone) != len(outputs):
         raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
     specs = tuple(_complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True))
-    if spec.max_batch_size < 2:
-        return Learned(specs, False)
+    # A graph of several rows is padded even for a single one.
     size = _rows_to_try(spec)
-    problem = rows.dependence(engine, spec, size, specs) if size > 1 else None
-    if problem is None:
-        return Learned(specs, True)
-    sizes = f", at exactly {list(spec.batch_sizes)} rows" if spec.batch_sizes else ""
-    return Learned(specs, False, (f"requests run one by one{sizes}: {problem}",))
+    if size < 2:
+        return Learned(specs, False)
+    problem = rows.dependence(engine, spec, size, specs)
+    return Learned(specs, problem is None, _kept_apart(spec, problem) if problem else ())
 
 
 def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
@@ -103,6 +99,15 @@ def _rows_to_try(spec: ModelSpec) -> int:
     if spec.batch_sizes:
         return next((size for size in spec.batch_sizes if size > 1), 1)
     return min(spec.max_batch_size, _ROWS)
+
+
+def _kept_apart(spec: ModelSpec, why: str) -> tuple[str]:
+    if spec.batch_sizes and spec.batch_sizes[0] > spec.max_batch_size:
+        raise BundleError(
+            f"the model takes exactly {spec.batch_sizes[0]} rows and they cannot be padded ({why}), but the contract's "
+            f"max_batch_size is {spec.max_batch_size}; raise it, or export the model with a symbolic first axis"
+        )
+    return (rows.kept_apart(spec, why),)
 
 
 def _declared(output: OpenOutput, batched: bool) -> TensorSpec:

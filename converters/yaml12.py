@@ -17,6 +17,13 @@ _BOOLEAN_TAG = "tag:yaml.org,2002:bool"
 class _Loader(yaml.SafeLoader):
     """SafeLoader with its own resolver table, so that yaml.safe_load elsewhere is untouched."""
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # PyYAML's own, for 2024-99-99 or !!int before a word
+            problem = f"the value is no {node.tag.rpartition(':')[2]}, quote it"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOLEAN_TAG]

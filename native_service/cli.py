@@ -57,6 +57,7 @@ def nereid() -> None:
 @click.option("--bind", metavar="IP:PORT", help="Address of the service (default: 127.0.0.1:50051).")
 @click.option("--http", metavar="IP:PORT", help="Address of health and metrics over HTTP (default: off).")
 @click.option("--state", type=click.Path(path_type=Path), help="Write addresses and pid here, as JSON, once ready.")
+@click.option("--watch", is_flag=True, help="Follow the folder: models come, change and go while others are served.")
 @click.option("--verbose", is_flag=True, help="Log what Triton logs, too.")
 def serve(
     path: Path | None,
@@ -66,6 +67,7 @@ def serve(
     bind: str | None,
     http: str | None,
     state: Path | None,
+    watch: bool,
     verbose: bool,
 ) -> None:
     """Serve the bundles in the folder PATH, or what a settings file lists.
@@ -85,11 +87,17 @@ def serve(
         raise NereidError(f"serving needs {error.name}; pip install 'nereid-triton[serve]'") from None
 
     _log_to_stderr(verbose)
+
+    def from_file() -> settings.Settings:
+        return settings.with_addresses(settings.load(config or Path(settings.DEFAULT_FILE)), bind, http)
+
     if path is not None:
         chosen = settings.for_folder(path, bind=bind or settings.DEFAULT_BIND, http=http)
     else:
-        chosen = settings.with_addresses(settings.load(config or Path(settings.DEFAULT_FILE)), bind, http)
-    serving = supervisor.serve(chosen, tritonserver=tritonserver, envoy=envoy, state_file=state, announce=_announce)
+        chosen = from_file()
+    reread = from_file if path is None else None
+    options = supervisor.Options(tritonserver, envoy, state, watch, reread)
+    serving = supervisor.serve(chosen, options, announce=_announce)
     sys.exit(asyncio.run(serving))
 
 

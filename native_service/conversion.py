@@ -11,15 +11,17 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, TextIO
 
+from pydantic import ValidationError
+
 from native_service import processes
-from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
-from nereid_backend.errors import BundleError, NereidError
+from native_service.settings import DEFAULT_CAPACITY, DEFAULT_SIGNATURE, ModelSettings, Settings
+from nereid_backend.errors import BundleError, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.convert")
@@ -31,19 +33,47 @@ _LAST_LINES_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model on disk and what the settings say about it."""
+    """A model on disk and what the settings say about it.
+
+    ``calls`` is None except for a meta model. ``hidden``: it is there for a meta model only and not for clients.
+    """
 
     path: Path
     settings: ModelSettings
+    calls: tuple[str, ...] | None = None
+    hidden: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name it is served under."""
+        return self.settings.name
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A model written as a repository of its own in ``folder``, one directory for each Triton model behind it."""
+
+    spec: ModelSpec
+    folder: Path
+
+    @property
+    def triton_models(self) -> tuple[str, ...]:
+        """The public model last: it may call the hidden ones while it loads."""
+        names = {path.name for path in self.folder.iterdir()}
+        return (*sorted(names - {self.spec.name}), self.spec.name)
 
 
 class Converter:
     """The child process, started when first needed. One request at a time."""
 
-    def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """``environment`` is added to this process's own; ``timeout_s`` bounds each request."""
+    def __init__(self, environment: Mapping[str, str], timeout_s: float, *, link: bool = True) -> None:
+        """``environment`` is added to this process's own; ``timeout_s`` bounds each request.
+
+        ``link`` lets artifacts be links to the source, for sources that stay as they are while they are served.
+        """
         self._environment = {**os.environ, **environment}
         self._timeout_s = timeout_s
+        self._link = link
         self._child: processes.Child | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -55,56 +85,82 @@ class Converter:
     ) -> None:
         await self._end()
 
-    async def sources(self, settings: Settings) -> list[Source]:
-        """Every model the settings name, or every one in the folder when they name none.
+    async def sources(self, settings: Settings) -> tuple[list[Source], list[str]]:
+        """Every model the settings name, or every one in the folder when they name none; a line per problem.
 
-        Raises BundleError with one line per model that is not there.
+        A meta model's callees come along and before it, hidden unless the settings name them.
         """
         folder = settings.server.folder
         if settings.models:
             return await self._named(folder, settings)
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
-        if not found:
-            raise BundleError(f"{folder} holds no bundle, nereid folder or model file")
         models: dict[str, Source] = {}
-        for name, path in found:
+        problems = [] if found else [f"{folder} holds no bundle, nereid folder or model file"]
+        for name, path, calls in found:
             if name in models:
-                raise BundleError(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                continue
             settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
-            models[name] = Source(Path(path), settings_of_model)
-        return list(models.values())
+            models[name] = Source(Path(path), settings_of_model, _names(calls))
+        called = {callee for source in models.values() for callee in source.calls or ()}
+        return _callees_first(replace(source, hidden=name in called) for name, source in models.items()), problems
 
-    async def convert(self, source: Source, repository: Path) -> ModelSpec:
-        """Write ``repository/NAME`` and check that its engine and device are here. Raises BundleError."""
+    async def convert(
+        self, source: Source, folder: Path, callees: Mapping[str, ModelSpec] = MappingProxyType({})
+    ) -> Converted:
+        """Write the model into ``folder`` and check that its engine and device are here. Raises BundleError.
+
+        ``callees`` are the contracts of what a meta model calls, by name.
+        """
         model = source.settings
+        if model.signature != DEFAULT_SIGNATURE:
+            raise BundleError(
+                f"signature {model.signature!r} belongs to a TensorFlow SavedModel, which this version does not serve; "
+                "remove the key"
+            )
         answer = await self._ask(
             {
                 "do": "convert",
                 "path": str(source.path),
-                "repository": str(repository),
+                "repository": str(folder),
                 "name": model.name,
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
                 "allow_code": model.options.allow_code,
+                "batch_sizes": model.options.batch_sizes,
+                "callees": {name: spec.to_json() for name, spec in callees.items()},
+                "link": self._link,
             }
         )
-        return ModelSpec.from_json(answer["spec"])
+        return Converted(ModelSpec.from_json(answer["spec"]), folder)
 
-    async def _named(self, folder: Path, settings: Settings) -> list[Source]:
-        sources, missing = [], []
-        for model in settings.models:
+    async def _named(self, folder: Path, settings: Settings) -> tuple[list[Source], list[str]]:
+        sources: dict[str, Source] = {}
+        problems = []
+        waiting = [(model, f"model {model.name!r}", False) for model in settings.models]
+        while waiting:
+            model, who, hidden = waiting.pop(0)
             paths = _candidates(folder, model.name)
-            if not paths:
-                missing.append(f"model {model.name!r}: {folder} holds no folder and no model file of that name")
-            elif len(paths) > 1:
-                names = " and ".join(path.name for path in paths)
-                missing.append(f"model {model.name!r}: {folder} holds {names}; keep one")
-            else:
-                sources.append(Source(paths[0], model))
-        if missing:
-            raise BundleError("\n".join(missing))
-        return sources
+            if len(paths) != 1:
+                found = " and ".join(path.name for path in paths)
+                what = f"{found}; keep one" if paths else "no folder and no model file of that name"
+                problems.append(f"{who}: {folder} holds {what}")
+                continue
+            (path,) = paths
+            calls = _names((await self._ask({"do": "calls", "path": str(path)}))["calls"])
+            sources[model.name] = Source(path, model, calls, hidden)
+            for callee in calls or ():
+                if callee in sources or any(callee == other.name for other, *_ in waiting):
+                    continue
+                try:
+                    # On the device of who calls it. Nobody else reaches it, so its permits are never asked for.
+                    called = ModelSettings(name=callee, device=model.device, queue_capacity=model.queue_capacity)
+                except ValidationError:
+                    problems.append(f"{who} calls {short_repr(callee)}, which cannot be the name of a model")
+                else:
+                    waiting.append((called, f"{who} calls {callee!r}", True))
+        return _callees_first(sources.values()), problems
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         child = await self._running()
@@ -162,6 +218,14 @@ def _candidates(folder: Path, name: str) -> list[Path]:
     return [path for path in files if kinds.kind_of(path) is not None and kinds.stem(path) == name]
 
 
+def _names(calls: list[str] | None) -> tuple[str, ...] | None:
+    return None if calls is None else tuple(calls)
+
+
+def _callees_first(sources: Iterable[Source]) -> list[Source]:
+    return sorted(sources, key=lambda source: source.calls is not None)
+
+
 async def _log(stream: asyncio.StreamReader) -> None:
     async for line in processes.lines(stream):
         _LOG.info("%s", line)
@@ -169,9 +233,15 @@ async def _log(stream: asyncio.StreamReader) -> None:
 
 def _find(request: Mapping[str, Any]) -> dict[str, Any]:
     from converters.convert import model_name
-    from converters.discover import find
+    from converters.discover import calls_of, find
 
-    return {"found": [(model_name(path), str(path)) for path in find(Path(request["path"]))]}
+    return {"found": [(model_name(path), str(path), calls_of(path)) for path in find(Path(request["path"]))]}
+
+
+def _calls(request: Mapping[str, Any]) -> dict[str, Any]:
+    from converters.discover import calls_of
+
+    return {"calls": calls_of(Path(request["path"]))}
 
 
 def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,16 +254,20 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        batch_sizes=request["batch_sizes"],
         allow_code=request["allow_code"],
-        link=True,
+        callees={name: ModelSpec.from_json(text) for name, text in request["callees"].items()},
+        link=request["link"],
     )
+    for note in prepared.notes:
+        logging.getLogger("nereid.convert").warning("model %r: %s", prepared.spec.name, note)
     check_device(prepared.spec)
     return {"spec": prepared.spec.to_json()}
 
 
 def _answer_requests(requests: TextIO, answers: TextIO) -> None:
     """The child's loop: one request a line, one answer a line."""
-    work = {"find": _find, "convert": _convert}
+    work = {"find": _find, "calls": _calls, "convert": _convert}
     for line in requests:
         request = json.loads(line)
         try:

@@ -32,10 +32,14 @@ ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "servic
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
 KSERVE = "inference.GRPCInferenceService"
+# Of one dimension, and of all inputs of a request together (our service allows each as many). Both are far beyond what
+# a request can carry; a Lua number counts no further.
+MOST_SIZE, MOST_ELEMENTS = 2**31 - 1, 2**53
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 
 _ROUTES = "public"
+_UNIX = "unix:"
 _TRITON, _SERVICE, _MODEL_PREFIX = "triton", "service", "model_"
 _EXTRACTION = "envoy.filters.http.grpc_field_extraction"
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14
@@ -62,7 +66,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What does not change while Envoy runs. ``triton`` is the ``host:port`` of its gRPC."""
+    """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``."""
 
     bind: Address
     triton: str
@@ -108,14 +112,20 @@ def routes_file(models: Sequence[Admitted]) -> Json:
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits."""
-    host, _, port = settings.triton.rpartition(":")
-    triton = {"socket_address": {"address": host, "port_value": int(port)}}
+    triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
         _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, _TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
     ]
+
+
+def _endpoint(address: str) -> Json:
+    if address.startswith(_UNIX):
+        return {"pipe": {"path": address.removeprefix(_UNIX)}}
+    host, _, port = address.rpartition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
 def route_configuration(models: Sequence[Admitted]) -> Json:
@@ -145,7 +155,7 @@ def _lua(models: Sequence[Admitted]) -> str:
     return (
         f"local ranks = {{{ranks}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'
-        f'local filter = "{_EXTRACTION}"\n' + _LUA
+        f'local filter, most_size, most_elements = "{_EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n' + _LUA
     )
 
 
@@ -178,10 +188,16 @@ function envoy_on_request(request)
   local name = names[1]
   local rank = name ~= nil and ranks[name] or nil
   if rank == nil then return end
-  if rank >= 0 then
-    local shapes = fields["inputs.shape"]
-    if (shapes == nil and 0 or #shapes) ~= rank then return end
+  -- Triton 2.51 multiplies sizes without looking: past 32 bits of rows or 64 of bytes, or with no rows, they break the
+  -- model's process or the requests that share its batch. Our service refuses those.
+  local total, elements = 0, 1
+  for _, text in ipairs(fields["inputs.shape"] or {}) do
+    local size = tonumber(text)
+    if size < 0 or size > most_size or (size == 0 and rank >= 0) then return end
+    if size > 0 then elements = elements * size end
+    total = total + 1
   end
+  if elements > most_elements or (rank >= 0 and total ~= rank) then return end
   headers:add(header, prefix .. name)
   request:clearRouteCache()
 end

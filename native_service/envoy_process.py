@@ -11,7 +11,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from native_service import envoy_config, processes
@@ -25,6 +25,8 @@ _LOG = logging.getLogger("nereid.envoy")
 _START_TIMEOUT_S, _START_POLL_S, _START_TRIES = 20.0, 0.02, 3
 _VALIDATE_TIMEOUT_S = 30.0
 _UPDATE_TIMEOUT_S, _UPDATE_POLL_S = 10.0, 0.01
+# How long the calls of a model that goes are waited for.
+_LAST_CALLS_S = 10.0
 _MOST_RESTARTS, _RESTART_WINDOW_S = 5, 60.0
 # How long clients are asked to leave before the address closes, and between two looks at what is still running.
 _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
@@ -113,7 +115,8 @@ class EnvoyServer:
     async def set_models(self, models: Sequence[Admitted]) -> None:
         """Serve exactly ``models``; calls in progress, also of models that go, are not disturbed.
 
-        Raises EnvoyUnavailable when Envoy refuses the new files; it then goes on with the old ones.
+        Returns when the permits of those that go are back, or after ten seconds. Raises EnvoyUnavailable when Envoy
+        refuses the new files; it then goes on with the old ones.
         """
         if self._settings is None:
             raise EnvoyUnavailable("Envoy has not been started")
@@ -127,8 +130,18 @@ class EnvoyServer:
             )
             await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(models))
             if going:
+                await self._until_back({model.spec.name for model in going})
                 await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, models))
             self._models = list(models)
+
+    async def _until_back(self, models: Collection[str]) -> None:
+        """Wait until no call holds a permit of ``models``, which no route leads to any more."""
+        deadline = time.monotonic() + _LAST_CALLS_S
+        while busy := [name for name, calls in (await self.admin.permits_in_use()).items() if calls and name in models]:
+            if time.monotonic() > deadline:
+                _LOG.warning("calls of %s are still running; they may finish", ", ".join(busy))
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stop(self, grace_s: float) -> None:
         """Ask clients to leave, close the address, let calls finish within ``grace_s``, end the process."""

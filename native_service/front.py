@@ -12,11 +12,13 @@ from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
 from native_service.grpc_edge import Inference
-from native_service.kserve_grpc import KServeService
+from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
 from native_service.triton_process import TritonServer
+from nereid_backend.errors import EnvoyUnavailable
+from nereid_backend.spec import ModelSpec
 
 _DRAIN_S = 10.0
 _CHANNEL: tuple[tuple[str, int], ...] = (
@@ -37,6 +39,7 @@ class Front:
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._specs: list[ModelSpec] = []
         self._ending = contextlib.AsyncExitStack()
 
     @property
@@ -45,16 +48,19 @@ class Front:
             raise RuntimeError("the front has not been started")
         return self._envoy.admin
 
-    async def start(self, models: Sequence[Admitted], server: ServerSettings) -> Address:
-        """Serve ``models`` on ``server.bind``; the address with its real port.
+    async def start(
+        self, models: Sequence[Admitted], server: ServerSettings, control: ModelControl | None = None
+    ) -> Address:
+        """Serve ``models`` on ``server.bind``; the address with its real port. ``control``: what callers may do.
 
         Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason for anything else.
         """
-        specs, limits = [model.spec for model in models], server.limits
+        self._specs, limits = [model.spec for model in models], server.limits
+        specs = self._specs
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
         inference = Inference(channel)
-        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready)
+        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control)
         native = NereidService(specs, inference, limits)
         self._services = (kserve, native)
         largest = max(limits.max_request_bytes, limits.max_message_bytes)
@@ -78,7 +84,7 @@ class Front:
         return bound
 
     async def is_ready(self) -> bool:
-        """Whether a call would be answered now: Triton serves every model and the address is open."""
+        """Whether a call would be answered now: Triton answers and the address is open."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
 
     @property
@@ -86,15 +92,31 @@ class Front:
         return None if self._envoy is None else self._envoy.pid
 
     async def set_models(self, models: Sequence[Admitted]) -> None:
-        """Serve exactly ``models``, which Triton has loaded; calls in progress are not disturbed."""
+        """Serve exactly ``models``, which Triton has loaded; calls in progress are not disturbed.
+
+        Those that go are done with when this returns, but for calls that take longer than ten seconds.
+        Raises EnvoyUnavailable; then the models from before are served.
+        """
         if self._envoy is None:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
-        for service in self._services:
-            service.set_models(specs)
-        await self._envoy.set_models(models)
+        known = {spec.name for spec in self._specs}
+        # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
+        self._tell([spec for spec in specs if spec.name in known])
+        try:
+            await self._envoy.set_models(models)
+        except EnvoyUnavailable:
+            specs = self._specs
+            raise
+        finally:
+            self._specs = specs
+            self._tell(specs)
         if self._server is not None:
             await self._server.set_models([spec.name for spec in specs])
+
+    def _tell(self, specs: Sequence[ModelSpec]) -> None:
+        for service in self._services:
+            service.set_models(specs)
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

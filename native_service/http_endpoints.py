@@ -27,10 +27,10 @@ class HttpEndpoints:
         metrics: str,
         refusals: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:
-        """``is_ready`` tells whether calls would be served now; ``metrics`` is Triton's metrics ``host:port``;
-        ``refusals`` counts the calls of each model that found no permit."""
+        """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
+        Triton's metrics ``host:port``; ``refusals`` counts the calls of each model that found no permit."""
         self._bind = bind
-        self._models = frozenset(models)
+        self._models = models
         self._is_ready = is_ready
         self._metrics_url = f"http://{metrics}/metrics"
         self._refusals = refusals

@@ -7,44 +7,66 @@ show only what is served.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.envoy_config import KSERVE
+from native_service.envoy_config import KSERVE, MOST_ELEMENTS, MOST_SIZE
 from native_service.grpc_edge import Inference, errors_told
-from nereid_backend.errors import InvalidArgument, NereidError, NotFound
+from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
 from nereid_backend.spec import ModelSpec
 
 VERSION = "1"
 _VERSIONS = ("", VERSION)
 # Switched off in Triton: they change or reveal more than a caller of a model should.
 _OFF = (
-    *("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
+    *("TraceSetting", "LogSettings"),
     *(
         f"{kind}SharedMemory{verb}"
         for kind in ("System", "Cuda")
         for verb in ("Status", "Register", "Unregister")
     ),
 )  # fmt: skip
-_OFF_EXTENSIONS = ("model_repository", "system_shared_memory", "cuda_shared_memory", "trace", "logging")
+_OFF_EXTENSIONS = ("system_shared_memory", "cuda_shared_memory", "trace", "logging")
+_CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload")
+_CONTROL_EXTENSION = "model_repository"
+# Stock clients always send it; nothing here depends on another public model.
+_DEPENDENTS = "unload_dependents"
 _HINT = "RepositoryIndex lists what is served"
+
+
+class ModelControl(Protocol):
+    """Loads and unloads what the settings allow. Both raise NereidError, and then nothing has changed."""
+
+    async def load(self, name: str) -> None: ...
+
+    async def unload(self, name: str) -> None: ...
 
 
 class KServeService:
     """KServe v2 for the models of one Triton."""
 
     def __init__(
-        self, models: Sequence[ModelSpec], inference: Inference, triton: Any, is_ready: Callable[[], Awaitable[bool]]
+        self,
+        models: Sequence[ModelSpec],
+        inference: Inference,
+        triton: Any,
+        is_ready: Callable[[], Awaitable[bool]],
+        control: ModelControl | None = None,
     ) -> None:
-        """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit."""
+        """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit.
+
+        ``control`` None: callers may not load or unload.
+        """
         self.set_models(models)
         self._inference = inference
         self._triton = triton
         self._is_ready = is_ready
+        self._control = control
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
@@ -65,6 +87,7 @@ class KServeService:
                 "ModelStatistics": self._model_statistics,
                 "RepositoryIndex": self._repository_index,
                 "ModelInfer": self._model_infer,
+                **self._control_calls(),
                 **dict.fromkeys(_OFF, _switched_off),
             }.items()
         }
@@ -81,7 +104,8 @@ class KServeService:
 
     async def _server_metadata(self, request: Any, _context: Any) -> Any:
         theirs = await self._ask("ServerMetadata", request)
-        extensions = [name for name in theirs.extensions if name.partition("(")[0] not in _OFF_EXTENSIONS]
+        off = _OFF_EXTENSIONS if self._control else (*_OFF_EXTENSIONS, _CONTROL_EXTENSION)
+        extensions = [name for name in theirs.extensions if name.partition("(")[0] not in off]
         return pb.ServerMetadataResponse(name="nereid", version=_version(), extensions=extensions)
 
     async def _model_ready(self, request: Any, _context: Any) -> Any:
@@ -105,8 +129,7 @@ class KServeService:
         return answer
 
     async def _repository_index(self, request: Any, _context: Any) -> Any:
-        if request.repository_name:
-            raise NotFound(f"no repository {request.repository_name!r}; leave the name empty")
+        _check_repository(request.repository_name)
         answer = pb.RepositoryIndexResponse()
         for name in self._specs:
             ready = (await self._ask("ModelReady", pb.ModelReadyRequest(name=name))).ready
@@ -114,8 +137,19 @@ class KServeService:
                 answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
         return answer
 
+    def _control_calls(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
+        load, unload = _CONTROL
+        if self._control is None:
+            return dict.fromkeys(_CONTROL, _control_is_off)
+        return {
+            load: _controlling(self._control.load, pb.RepositoryModelLoadResponse),
+            unload: _controlling(self._control.unload, pb.RepositoryModelUnloadResponse),
+        }
+
     async def _model_infer(self, request: Any, context: Any) -> Any:
-        complete_batch(request, self._served(request.model_name, request.model_version))
+        spec = self._served(request.model_name, request.model_version)
+        complete_batch(request, spec)
+        check_shapes(request, spec)
         return await self._inference.run(request, context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
@@ -158,6 +192,45 @@ def complete_batch(request: Any, spec: ModelSpec) -> None:
     for tensor in request.inputs:
         if ranks.get(tensor.name) == len(tensor.shape):
             tensor.shape.insert(0, 1)
+
+
+def _controlling(change: Callable[[str], Awaitable[None]], answer: Callable[[], Any]) -> Callable[[Any, Any], Any]:
+    async def call(request: Any, _context: Any) -> Any:
+        _check_repository(request.repository_name)
+        if refused := sorted(set(request.parameters) - {_DEPENDENTS}):
+            # They replace a model's configuration or files: code of the caller's.
+            raise InvalidArgument(f"parameters {refused} are not taken; the model is loaded as the server has it")
+        await change(request.model_name)
+        return answer()
+
+    return call
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise NotFound(f"no repository {name!r}; leave the name empty")
+
+
+async def _control_is_off(_request: Any, context: Any) -> Any:
+    text = "model control is switched off on this server (server.allow_model_control)"
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+
+
+def check_shapes(request: Any, spec: ModelSpec) -> None:
+    """Raise InvalidArgument for shapes that Triton 2.51 takes and comes to harm by.
+
+    2**62 elements wrap round to no bytes at all and the model's process reads beyond its input; 2**32 + 1 rows count
+    as one; a request of no rows fails the whole batch it gets into.
+    """
+    for tensor in request.inputs:
+        where = f"model {spec.name!r} input {short_repr(tensor.name)}"
+        if any(size < 0 for size in tensor.shape):
+            raise InvalidArgument(f"{where} has a negative size in its shape {short_repr([*tensor.shape])}")
+        if spec.max_batch_size and tensor.shape and tensor.shape[0] == 0:
+            raise InvalidArgument(f"{where} has no rows; send at least one")
+        sizes = [size for size in tensor.shape if size]
+        if max(sizes, default=0) > MOST_SIZE or math.prod(sizes) > MOST_ELEMENTS:
+            raise InvalidArgument(f"{where} is larger than any tensor can be, shape {short_repr([*tensor.shape])}")
 
 
 async def _switched_off(_request: Any, context: Any) -> Any:

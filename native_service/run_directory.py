@@ -1,9 +1,9 @@
 """The folder of one run of ``nereid serve``, and the cleaning up after runs that could not do it themselves.
 
-``<cache>/run/<id>/`` holds ``lease`` (locked by the supervisor for its whole life) and ``triton_models/``. Every
-process of the run carries ``NEREID_RUN=<that folder>`` in its environment, and every shared-memory region starts
-with the run's prefix. A free lease therefore proves that the supervisor is gone, whatever way it went, and both
-marks say what is left of it.
+``<cache>/run/<id>/`` holds ``lease`` (locked by the supervisor for its whole life), ``triton_models/`` and
+``staging/``. Every process of the run carries ``NEREID_RUN=<that folder>`` in its environment, and every shared-memory
+region starts with the run's prefix. A free lease therefore proves that the supervisor is gone, whatever way it went,
+and both marks say what is left of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _LOG = logging.getLogger("nereid.run")
 MARK = "NEREID_RUN"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
 _PROC = Path("/proc")
+_LONGEST_SOCKET_PATH = 107  # sun_path holds 108 with the terminating zero
 _KILL_WAIT_S = 5.0
 _KILL_POLL_S = 0.05
 
@@ -52,7 +53,8 @@ class RunDirectory:
             lease = locks.try_lock(path / "lease")
             if lease is None:
                 raise RuntimeError(f"the lease of the new folder {path} is taken")
-        (path / "triton_models").mkdir()
+        for name in ("triton_models", "staging"):
+            (path / name).mkdir()
         return cls(path, lease)
 
     @property
@@ -61,9 +63,19 @@ class RunDirectory:
         return self.path / "triton_models"
 
     @property
+    def staging(self) -> Path:
+        """Where models are converted before they take their place in the repository."""
+        return self.path / "staging"
+
+    @property
     def short_path(self) -> str:
-        """The folder by a name of a few characters, for this process only: a socket's path may have 107."""
-        return f"/proc/self/fd/{self._folder}"
+        """The folder by a name of a few characters, for this user's processes: a socket's path may have 107."""
+        return f"/proc/{os.getpid()}/fd/{self._folder}"
+
+    def socket_path(self, name: str) -> str:
+        """Where to put a Unix socket: ``name`` in the folder, by the short path when the long one would not fit."""
+        path = str(self.path / name)
+        return path if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH else f"{self.short_path}/{name}"
 
     @property
     def shared_memory_prefix(self) -> str:

@@ -1,7 +1,7 @@
 """nereid.yaml: what is served, where, and within which limits.
 
-The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.allow_insecure``
-and ``models[].options``. Unknown keys are errors and relative paths are relative to the file.
+The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.allow_*`` and
+``models[].options``. Unknown keys are errors and relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -113,6 +113,8 @@ class ModelOptions(_Section):
 
     max_batch_size: Annotated[int, Field(ge=0)] | None = None
     """For a bare file with a symbolic first axis."""
+    batch_sizes: Literal["all", "largest"] = "all"
+    """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
     allow_code: bool = False
     """Open a file that runs code of its own while it is read: a .pt2 archive, a pickle."""
 
@@ -126,6 +128,7 @@ class ModelSettings(_Section):
     """Calls running and waiting together; one more is refused at once."""
     backend: NonBlank | None = None
     signature: NonBlank = DEFAULT_SIGNATURE
+    """Upstream's key for TensorFlow models; another value is refused when the model is converted."""
     options: ModelOptions = ModelOptions()
 
 
@@ -137,6 +140,8 @@ class ServerSettings(_Section):
     http_addr: Annotated[AddressText | None, Field(validation_alias=AliasChoices("http_addr", "metrics_addr"))] = None
     """Health and metrics over HTTP; None is off."""
     allow_insecure: bool = False
+    allow_model_control: bool = False
+    """Whether callers may load and unload the models that are listed here."""
     limits: Limits = Limits()
 
     @model_validator(mode="before")
@@ -206,7 +211,8 @@ def load(path: Path) -> Settings:
 def for_folder(path: Path, *, bind: str = DEFAULT_BIND, http: str | None = None) -> Settings:
     """Settings without a file: every bundle in ``path``, on the CPU, ``DEFAULT_CAPACITY`` calls each."""
     folder = _directory(path.absolute(), "PATH")
-    return Settings.model_construct(server=_server(bind, str(folder), http), models=())
+    server = _server({"bind_addr": bind, "http_addr": http, "ml_backends_path": str(folder)})
+    return Settings.model_construct(server=server, models=())
 
 
 def with_addresses(settings: Settings, bind: str | None, http: str | None) -> Settings:
@@ -214,17 +220,11 @@ def with_addresses(settings: Settings, bind: str | None, http: str | None) -> Se
     if bind is None and http is None:
         return settings
     old = settings.server
-    server = _server(bind or old.bind_addr, old.ml_backends_path, http or old.http_addr, old.allow_insecure, old.limits)
-    return settings.model_copy(update={"server": server})
+    changed = {"bind_addr": bind or old.bind_addr, "http_addr": http or old.http_addr}
+    return settings.model_copy(update={"server": _server({**old.model_dump(), **changed})})
 
 
-def _server(
-    bind: str, folder: str, http: str | None, allow_insecure: bool = False, limits: Limits | None = None
-) -> ServerSettings:
-    raw: dict[str, Any] = {"bind_addr": bind, "ml_backends_path": folder, "allow_insecure": allow_insecure}
-    raw["limits"] = limits or Limits()
-    if http is not None:
-        raw["http_addr"] = http
+def _server(raw: dict[str, Any]) -> ServerSettings:
     try:
         return ServerSettings.model_validate(raw)
     except ValidationError as error:
@@ -246,8 +246,8 @@ def _read(path: Path) -> dict[Any, Any]:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "syntax error"
         raise SettingsError(f"{path}: is not YAML{where} ({problem})") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
-        raise SettingsError(f"{path}: is not YAML ({error}); quote the value") from None
+    except (ValueError, LookupError, AttributeError):  # PyYAML's own, for 2024-99-99 or !!int before a word
+        raise SettingsError(f"{path}: is not YAML (a date, a number or a tag that is none); quote the value") from None
     if raw is None:
         raise SettingsError(f"{path}: is empty; it needs the keys server and models")
     if not isinstance(raw, dict):

@@ -9,22 +9,23 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from native_service import embedded_triton, envoy_install, preflight
-from native_service.conversion import Converter, Source
-from native_service.envoy_config import Admitted
+from native_service.catalogue import Catalogue
+from native_service.conversion import Converter
 from native_service.front import Front
 from native_service.http_endpoints import HttpEndpoints
+from native_service.model_control import ModelControl
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
-from native_service.triton_process import TritonServer
+from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from nereid_backend.cache import cache_folder
-from nereid_backend.errors import BundleError, ModelLoadError, NereidError, SettingsError
-from nereid_backend.spec import ModelSpec
+from nereid_backend.errors import SettingsError
 
 _LOG = logging.getLogger("nereid.serve")
 
@@ -58,19 +59,27 @@ class Endpoints:
         return json.dumps(state, indent=2) + "\n"
 
 
-async def serve(
-    settings: Settings,
-    *,
-    tritonserver: Path | None = None,
-    envoy: Path | None = None,
-    state_file: Path | None = None,
-    announce: Callable[[str], None] = print,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says beside the settings: programs to run, a file to write, whether to follow changes.
+
+    ``reread`` gives the settings anew while they are followed; None when there is no file.
+    """
+
+    tritonserver: Path | None = None
+    envoy: Path | None = None
+    state_file: Path | None = None
+    watch: bool = False
+    reread: Callable[[], Settings] | None = None
+
+
+async def serve(settings: Settings, options: Options, *, announce: Callable[[str], None] = print) -> int:
     """Serve until SIGTERM or SIGINT (0), or until Triton ends by itself or Envoy cannot be kept up (1).
 
     Raises NereidError for a failed start. On every way out nothing is left: no process, no shared memory, no run
     directory, no state file.
     """
+    state_file = options.state_file
     if state_file is not None and (state_file.is_dir() or not state_file.absolute().parent.is_dir()):
         raise SettingsError(f"--state {state_file} must be a file in a folder that is there")
     stop = asyncio.Event()
@@ -79,7 +88,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     try:
         async with contextlib.AsyncExitStack() as ending:
-            running = await _unless(stop, _start(settings, tritonserver, envoy, ending))
+            running = await _unless(stop, _start(settings, options, ending))
             if running is None:
                 _LOG.info("stopped before it was ready")
                 return 0
@@ -102,71 +111,54 @@ async def serve(
 
 
 async def _start(
-    settings: Settings, tritonserver: Path | None, envoy: Path | None, ending: contextlib.AsyncExitStack
+    settings: Settings, options: Options, ending: contextlib.AsyncExitStack
 ) -> tuple[Endpoints, TritonServer, Front]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
             _check_free(key, address)
-    envoy = envoy_install.find(envoy)
-    install = await embedded_triton.find(tritonserver)
+    envoy = envoy_install.find(options.envoy)
+    install = await embedded_triton.find(options.tritonserver)
     preflight.check(install)
     run = RunDirectory.open(cache_folder())
     ending.callback(run.close)
-    async with Converter(run.environment, server.limits.load_timeout_s) as converter:
-        sources = await converter.sources(settings)
-        specs = await _convert_all(converter, sources, run.repository)
     triton = TritonServer(
-        install, run.repository, shared_memory_prefix=run.shared_memory_prefix, environment=run.environment
+        install,
+        run.repository,
+        shared_memory_prefix=run.shared_memory_prefix,
+        environment=run.environment,
+        grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
     )
+    catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
+    # Sources that may change while they are served must not be shared with what runs.
+    link = not (options.watch or server.allow_model_control)
+    new_converter = partial(Converter, run.environment, server.limits.load_timeout_s, link=link)
+    control = ModelControl(settings, catalogue, new_converter, lenient=options.watch)
+    converted = await control.convert()
     ending.push_async_callback(triton.stop)
     await triton.start()
-    await _load_all(triton, specs, server.limits.load_timeout_s)
+    await control.load_converted(converted)
     front = Front(envoy, run, triton)
     ending.push_async_callback(front.stop)
-    models = [Admitted(spec, source.settings.queue_capacity) for spec, source in zip(specs, sources, strict=True)]
-    public = await front.start(models, server)
-    names = tuple(spec.name for spec in specs)
+    public = await catalogue.open(front, server, control if server.allow_model_control else None)
     http, where = None, triton.addresses
     if server.http is not None:
         endpoints = HttpEndpoints(
-            server.http, models=names, is_ready=front.is_ready, metrics=where.metrics, refusals=front.admin.refusals
+            server.http,
+            models=catalogue.models,
+            is_ready=front.is_ready,
+            metrics=where.metrics,
+            refusals=front.admin.refusals,
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)
+    ending.push_async_callback(control.stop)
+    if options.watch:
+        following = asyncio.create_task(control.follow(options.reread))
+        ending.callback(following.cancel)
+    names = tuple(catalogue.models)
     return Endpoints(public, http, where.grpc, where.http, where.metrics, names), triton, front
-
-
-async def _convert_all(converter: Converter, sources: Sequence[Source], repository: Path) -> list[ModelSpec]:
-    """The specification of every source. Raises BundleError with one line per model that failed."""
-    specs, problems = [], []
-    for source in sources:
-        try:
-            specs.append(await converter.convert(source, repository))
-        except NereidError as error:
-            problems.append(f"model {source.settings.name!r}: {error}")
-        else:
-            _LOG.info("converted %s", source.settings.name)
-    if problems:
-        raise BundleError("\n".join(problems))
-    return specs
-
-
-async def _load_all(triton: TritonServer, specs: Sequence[ModelSpec], timeout_s: float) -> None:
-    """Load every model. Raises ModelLoadError with one line per model that failed."""
-    problems = []
-    for spec in specs:
-        try:
-            await triton.load(spec.name, timeout_s)
-        except ModelLoadError as error:
-            problems.append(str(error))
-            if not triton.is_running:
-                break  # a load that hung took the server with it; the others could not be tried
-        else:
-            _LOG.info("loaded %s (%s on %s)", spec.name, spec.engine, spec.device)
-    if problems:
-        raise ModelLoadError("\n".join(problems))
 
 
 async def _first(*work: Coroutine[Any, Any, T]) -> T:
@@ -228,4 +220,4 @@ def _remove_own(path: Path, text: str) -> None:
 
 def _greeting(endpoints: Endpoints) -> str:
     http = "" if endpoints.http is None else f"; health and metrics on http://{endpoints.http}"
-    return f"nereid is ready on {endpoints.public} with {', '.join(endpoints.models)}{http}"
+    return f"nereid is ready on {endpoints.public} with {', '.join(endpoints.models) or 'no models yet'}{http}"

@@ -1,4 +1,4 @@
-"""tritonserver as a child: started on loopback, told to load models one by one, and always brought to an end."""
+"""tritonserver as a child: out of other hosts' reach, told to load models one by one, and always brought to an end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +19,7 @@ from typing import Any, Self
 import grpc
 from tritonclient.grpc import service_pb2
 
-from native_service import preflight, processes
+from native_service import preflight, processes, stubs
 from native_service.embedded_triton import TritonInstall
 from native_service.triton_errors import load_failure
 from native_service.triton_log import TritonLog
@@ -28,12 +28,19 @@ from nereid_backend.errors import ModelLoadError, TritonUnavailable
 _LOG = logging.getLogger("nereid.triton")
 
 LOOPBACK = "127.0.0.1"
+# Triton appends a port to every address, also to a socket's path.
+SOCKET_SUFFIX = ":1"
+_UNIX = "unix:"
 _START_TIMEOUT_S = 60.0
 _START_POLL_S = 0.05
 _START_TRIES = 3
 _EXIT_TIMEOUT_S = 5
 _END_AFTER_ERROR_S = 0.3
 _STOP_GRACE_S = 10.0
+# After a swap that failed 2.51 always sits out its exit time-out; calls have ended by then (Envoy was drained).
+_STOP_AFTER_FAILED_SWAP_S = 3.0
+_LET_GO_S = 10.0
+_UNLOAD_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 1.0
 _LAST_LINES_S = 0.5
 _STUB_TIMEOUT_S = 60
@@ -48,7 +55,7 @@ _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 @dataclass(frozen=True, slots=True)
 class TritonAddresses:
-    """Where the running server listens, each as ``127.0.0.1:port``."""
+    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``."""
 
     grpc: str
     http: str
@@ -56,7 +63,7 @@ class TritonAddresses:
 
 
 class TritonServer:
-    """One tritonserver process. ``start`` once, ``load`` each model, ``stop`` at the end (always)."""
+    """One tritonserver process. ``start`` once, ``load`` and ``unload`` models, ``stop`` at the end (always)."""
 
     def __init__(
         self,
@@ -65,8 +72,12 @@ class TritonServer:
         *,
         shared_memory_prefix: str,
         environment: Mapping[str, str] | None = None,
+        grpc_socket: str | None = None,
     ) -> None:
-        """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm."""
+        """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm.
+
+        gRPC listens on the Unix socket ``grpc_socket`` (it must end in ``SOCKET_SUFFIX``), or on a port of loopback.
+        """
         self._install = install
         self._repository = repository
         self._prefix = shared_memory_prefix
@@ -74,12 +85,16 @@ class TritonServer:
         # Other users of this machine may reach loopback; only we may change what is served. Like any argument it
         # shows in the process list: it keeps programs out by mistake, not a determined local user.
         self._key = secrets.token_hex(16)
+        self._grpc_socket = grpc_socket
         self._log = TritonLog()
         self._child: processes.Child | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._channel: Any = None
         self._addresses: TritonAddresses | None = None
         self._loading: str | None = None
+        self._loaded: set[str] = set()
+        self._stuck: set[str] = set()
+        self._swap_failed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,7 +128,7 @@ class TritonServer:
     async def start(self) -> None:
         """Return once the gRPC port answers. Raises TritonUnavailable with the reason."""
         for tries_left in reversed(range(_START_TRIES)):
-            addresses = _free_addresses()
+            addresses = _free_addresses(self._grpc_socket)
             self._log = TritonLog()
             self._child = await processes.start(self._command(addresses), self._environment)
             self._readers = _read_output(self._child, self._log)
@@ -131,32 +146,74 @@ class TritonServer:
             return
 
     async def load(self, model: str, timeout_s: float) -> None:
-        """Load ``model`` of the repository.
+        """Load ``model`` of the repository, or what has become of it there: the one before serves until then.
 
-        Raises ModelLoadError with Triton's reason. A load that passes its deadline cannot be cancelled on 2.51 and
-        blocks the server's exit, so then everything is killed.
+        Raises ModelLoadError with Triton's reason; what was loaded before is served as before. A load that passes
+        its deadline cannot be cancelled on 2.51, but it fails when its new process is killed.
         """
-        request = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        if model in self._stuck:
+            raise ModelLoadError(f"model {model!r} cannot be loaded: an earlier load still hangs; restart the server")
+        self._loading = model
+        before = self._stubs(model)
+        work = asyncio.ensure_future(self._while_running(self._control("Load", model), f"while loading {model!r}"))
+        try:
+            await asyncio.wait((work,), timeout=timeout_s)
+            if late := not work.done():
+                stubs.kill(self._stubs(model) - before)
+                await asyncio.wait((work,), timeout=_LET_GO_S)
+            problem = await self._outcome(model, work)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        if late:
+            problem = (
+                f"model {model!r} did not load within {timeout_s:g} s; see the log above for what it waits for,"
+                " or raise server.limits.load_timeout_s"
+            )
+        if model not in self._stuck:
+            self._loading = None
+        if problem:
+            self._swap_failed |= model in self._loaded
+            raise ModelLoadError(problem)
+        self._loaded.add(model)
+
+    async def _outcome(self, model: str, work: asyncio.Future[Any]) -> str:
+        """Why a load that should be over failed; empty when it did not."""
+        if not work.done():
+            # Nothing more can be done from outside, and another load of this model would queue behind.
+            self._stuck.add(model)
+            return "Triton does not let go of it"
+        try:
+            await work
+        except grpc.aio.AioRpcError as error:
+            return f"model {model!r} could not be loaded: {load_failure(error.details() or '')}"
+        return ""
+
+    async def unload(self, model: str) -> None:
+        """Forget ``model``; calls in progress finish. Raises ModelLoadError with Triton's reason."""
+        if model in self._stuck:
+            return
+        call = self._control("Unload", model, timeout_s=_UNLOAD_TIMEOUT_S)
+        try:
+            await self._while_running(call, f"while unloading {model!r}")
+        except grpc.aio.AioRpcError as error:
+            reason = load_failure(error.details() or "")
+            raise ModelLoadError(f"model {model!r} could not be unloaded: {reason}") from None
+        self._loaded.discard(model)
+
+    def _control(self, verb: str, model: str, *, timeout_s: float | None = None) -> Any:
+        """The call RepositoryModelLoad or RepositoryModelUnload, started."""
+        kind = f"RepositoryModel{verb}"
         call = self.channel.unary_unary(
-            "/inference.GRPCInferenceService/RepositoryModelLoad",
-            request_serializer=service_pb2.RepositoryModelLoadRequest.SerializeToString,
-            response_deserializer=service_pb2.RepositoryModelLoadResponse.FromString,
+            f"/inference.GRPCInferenceService/{kind}",
+            request_serializer=getattr(service_pb2, f"{kind}Request").SerializeToString,
+            response_deserializer=getattr(service_pb2, f"{kind}Response").FromString,
         )
         metadata = ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
-        self._loading = model
-        try:
-            await self._while_running(call(request, timeout=timeout_s, metadata=metadata), f"while loading {model!r}")
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                await self._end(grace_s=0)
-                raise ModelLoadError(
-                    f"model {model!r} did not load within {timeout_s:g} s; see the log above for what it waits for,"
-                    " or raise server.limits.load_timeout_s"
-                ) from None
-            self._loading = None
-            reason = load_failure(error.details() or "")
-            raise ModelLoadError(f"model {model!r} could not be loaded: {reason}") from None
-        self._loading = None
+        return call(getattr(service_pb2, f"{kind}Request")(model_name=model), timeout=timeout_s, metadata=metadata)
+
+    def _stubs(self, model: str) -> set[int]:
+        return set() if self.pid is None else stubs.stubs_of(self.pid, self._repository / model)
 
     async def _while_running(self, call: Any, when: str) -> None:
         """Await ``call``, but no longer than the process lives.
@@ -181,19 +238,23 @@ class TritonServer:
             await asyncio.gather(answered, ended, return_exceptions=True)
 
     async def is_ready(self) -> bool:
-        """Whether the server says within a second that it would serve every loaded model."""
+        """Whether the server answers within a second.
+
+        Not its own readiness: one model that could not be loaded, or was unloaded, turns that off for good on 2.51
+        while all others are served.
+        """
         if not self.is_running or self._channel is None:
             return False
         call = self._channel.unary_unary(
-            "/inference.GRPCInferenceService/ServerReady",
-            request_serializer=service_pb2.ServerReadyRequest.SerializeToString,
-            response_deserializer=service_pb2.ServerReadyResponse.FromString,
+            "/inference.GRPCInferenceService/ServerLive",
+            request_serializer=service_pb2.ServerLiveRequest.SerializeToString,
+            response_deserializer=service_pb2.ServerLiveResponse.FromString,
         )
         try:
-            answer = await call(service_pb2.ServerReadyRequest(), timeout=_HEALTH_TIMEOUT_S)
+            answer = await call(service_pb2.ServerLiveRequest(), timeout=_HEALTH_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
-        return bool(answer.ready)
+        return bool(answer.live)
 
     async def wait(self) -> str:
         """Wait for the process's end, which nobody asked for; the reason as a sentence."""
@@ -204,7 +265,8 @@ class TritonServer:
 
     async def stop(self) -> None:
         """SIGTERM, bounded wait, SIGKILL of the group; at once SIGKILL while a load is in progress."""
-        await self._end(grace_s=0 if self._loading is not None else _STOP_GRACE_S)
+        grace_s = _STOP_AFTER_FAILED_SWAP_S if self._swap_failed else _STOP_GRACE_S
+        await self._end(grace_s=0 if self._loading is not None else grace_s)
 
     async def _end(self, grace_s: float) -> None:
         if self._child is not None:
@@ -292,20 +354,24 @@ async def _awaited(call: Any) -> Any:
     return await call
 
 
-def _free_addresses() -> TritonAddresses:
+def _free_addresses(grpc_socket: str | None) -> TritonAddresses:
     with contextlib.ExitStack() as held:
         ports = []
         for _ in range(3):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.bind((LOOPBACK, 0))
             ports.append(probe.getsockname()[1])
-    return TritonAddresses(*(f"{LOOPBACK}:{port}" for port in ports))
+    free = TritonAddresses(*(f"{LOOPBACK}:{port}" for port in ports))
+    return free if grpc_socket is None else replace(free, grpc=_UNIX + grpc_socket)
 
 
 async def _is_open(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        _, writer = await asyncio.open_connection(host, int(port))
+        if address.startswith(_UNIX):
+            _, writer = await asyncio.open_unix_connection(address.removeprefix(_UNIX))
+        else:
+            _, writer = await asyncio.open_connection(host, int(port))
     except OSError:
         return False
     writer.close()

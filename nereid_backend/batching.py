@@ -1,6 +1,6 @@
 """Gather rows of several requests, pad to a compiled size, check and split the results.
 
-Pure numpy: nothing here knows Triton. Rows are always on axis 0 when requests are coalesced.
+Pure numpy: nothing here knows Triton. Each tensor has its rows on its own batch axis.
 """
 
 from __future__ import annotations
@@ -39,37 +39,39 @@ class Staging:
     A batch handed out by ``gather`` is valid until the next ``gather``.
     """
 
-    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+    def __init__(self, inputs: Sequence[TensorSpec], *, bounded: bool = False) -> None:
+        """``bounded``: variable axes take compiled sizes only, so that a buffer for them is worth keeping."""
         self._inputs = tuple(inputs)
-        self._buffers: list[Array | None] = [None] * len(self._inputs)
+        self._kept = [bounded or VARIABLE not in tensor.row_shape for tensor in self._inputs]
+        self._buffers: list[np.ndarray[Any, np.dtype[np.uint8]] | None] = [None] * len(self._inputs)
 
     def gather(self, requests: Sequence[Sequence[Array]], rows: Sequence[int], size: int) -> list[Array]:
-        """Join each input of ``requests`` on axis 0 and append zero rows up to ``size``.
+        """Join each input of ``requests`` along its batch axis and append zero rows up to ``size``.
 
         A single request of exactly ``size`` rows passes through uncopied.
         """
         if len(requests) == 1 and rows[0] == size:
-            return [np.ascontiguousarray(array) if array.ndim else array for array in requests[0]]
+            return [np.asarray(array, order="C") for array in requests[0]]
         batch = []
         total = sum(rows)
         for index, tensor in enumerate(self._inputs):
+            axis = tensor.batch_axis or 0
             parts = [request[index] for request in requests]
-            target = self._buffer(index, tensor, size, parts[0].shape[1:])
-            np.concatenate(parts, out=target[:total])
-            target[total:] = 0
+            shape = parts[0].shape
+            target = self._buffer(index, tensor.element.numpy, (*shape[:axis], size, *shape[axis + 1 :]))
+            np.concatenate(parts, axis, out=target[_rows(axis, 0, total)])
+            target[_rows(axis, total, size)] = 0
             batch.append(target)
         return batch
 
-    def _buffer(self, index: int, tensor: TensorSpec, size: int, row_shape: tuple[int, ...]) -> Array:
-        dtype = tensor.element.numpy
-        if VARIABLE in tensor.row_shape:  # no bound on what rows may come: nothing worth keeping
-            return np.empty((size, *row_shape), dtype)
+    def _buffer(self, index: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        if not self._kept[index]:
+            return np.empty(shape, dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers[index]
-        if buffer is None or len(buffer) < size:
-            nbytes = size * math.prod(row_shape) * dtype.itemsize
-            buffer = aligned_empty(nbytes).view(dtype).reshape(size, *row_shape)
-            self._buffers[index] = buffer
-        return buffer[:size]
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers[index] = aligned_empty(nbytes)
+        return buffer[:nbytes].view(dtype).reshape(shape)
 
     def owns(self, array: Array) -> bool:
         """Whether ``array`` may live in one of the reused buffers (an identity model returns its input)."""
@@ -116,12 +118,17 @@ class OutputCheck:
         return array.reshape(shape)
 
 
-def split(outputs: Sequence[Array], rows: Sequence[int]) -> list[list[Array]]:
-    """The rows of each request, as views, padding dropped."""
-    if len(rows) == 1 and all(len(output) == rows[0] for output in outputs):
+def split(outputs: Sequence[Array], axes: Sequence[int | None], rows: Sequence[int]) -> list[list[Array]]:
+    """The rows of each request along each output's batch axis, as views, padding dropped."""
+    batched = [axis or 0 for axis in axes]
+    if len(rows) == 1 and all(o.shape[axis] == rows[0] for o, axis in zip(outputs, batched, strict=True)):
         return [list(outputs)]
     results, position = [], 0
     for count in rows:
-        results.append([output[position : position + count] for output in outputs])
+        results.append([o[_rows(axis, position, position + count)] for o, axis in zip(outputs, batched, strict=True)])
         position += count
     return results
+
+
+def _rows(axis: int, start: int, stop: int) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, slice(start, stop))

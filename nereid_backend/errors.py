@@ -51,6 +51,12 @@ class DeadlineExceeded(NereidError):
     code = "DEADLINE_EXCEEDED"
 
 
+class Cancelled(NereidError):
+    """The client no longer waits: it cancelled, or its deadline has passed."""
+
+    code = "CANCELLED"
+
+
 # What a bundle or a folder on disk is.
 
 
@@ -74,6 +80,10 @@ class SignatureError(BundleError):
 
 class WeightsError(BundleError):
     """A safetensors file is damaged or does not fit the bundle."""
+
+
+class UserCodeError(BundleError):
+    """The Python file of a bundle cannot be loaded or does not say what it runs."""
 
 
 class SpecError(BundleError):
@@ -124,6 +134,16 @@ class ModelLoadError(NereidError):
 
 
 # What went wrong while computing.
+
+
+class ModelUnavailable(NereidError):
+    """A model that should answer is not there at the moment."""
+
+    code = "UNAVAILABLE"
+
+
+class CallError(NereidError):
+    """The code of a meta model calls what it may not, or when it may not."""
 
 
 class EngineError(NereidError):

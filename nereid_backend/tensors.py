@@ -143,6 +143,16 @@ class TensorAccess:
             return lambda request: np.from_dlpack(get_input(request, name))
         return lambda request: get_input(request, name).as_numpy()
 
+    def view(self, spec: TensorSpec) -> Callable[[Any], Array]:
+        """A function from any tensor of Triton's, laid out as ``spec``, to an array that the code of a bundle may keep.
+
+        The array is read-only and holds Triton's memory for as long as it lives; BF16 is a copy.
+        """
+        if spec.dtype == "bf16":
+            bfloat16 = spec.element.numpy
+            return lambda tensor: _read_bf16(tensor, bfloat16)
+        return np.from_dlpack
+
     def writer(self, spec: TensorSpec) -> Callable[[Array], Any]:
         """A function from an array to the output tensor ``spec``; strided arrays arrive exact."""
         tensor, name = self._tensor, spec.name

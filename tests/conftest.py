@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# For tests of what anyone may write: pytest --hypothesis-profile=thorough -k made_up
+hypothesis.settings.register_profile("thorough", max_examples=10_000, deadline=None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,3 +92,12 @@ def client(triton: RealTriton) -> Iterator[Any]:
 
     with tritonclient.grpc.InferenceServerClient(triton.address) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def demo_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of the demo."""
+    bundles = tmp_path_factory.mktemp("demo") / "bundles"
+    program = Path(__file__).with_name("demo") / "make_models.py"
+    subprocess.run([sys.executable, program, bundles], check=True)
+    return bundles

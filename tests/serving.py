@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import tritonclient.grpc as tritonclient
+from onnx import TensorProto, helper, save
+from tritonclient.grpc import service_pb2
 
 from native_service.proto import inference_pb2 as pb
 from nereid_backend import dtypes
 
+WIRE_DTYPES = [row for row in dtypes.TABLE if row.kserve is not None]
 READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
 
 
@@ -114,3 +118,47 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     tensor = tritonclient.InferInput(name, list(array.shape), dtypes.by_numpy(array.dtype).kserve)
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def write_adder(path: Path, amount: float = 1.0) -> None:
+    """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("input", "output")]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["input", "amount"], ["output"])],
+        "adder",
+        tensors[:1],
+        tensors[1:],
+        [helper.make_tensor("amount", TensorProto.FLOAT, [1], [amount])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
+def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
+    """One ModelInfer of raw bytes; ``inputs`` are datatype, shape and content by name."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, (datatype, shape, data) in inputs.items():
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(data)
+    with grpc.insecure_channel(address) as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelInferResponse.FromString,
+        )
+        return infer(request, **call)
+
+
+def random_tensors(draw: Callable[[int], bytes], rows: int, width: int) -> dict[str, tuple[str, list[int], bytes]]:
+    """Inputs for ``raw_infer``: ``in_TOKEN`` of every wire dtype; ``draw`` gives so many random bytes."""
+    sent = {}
+    for row in WIRE_DTYPES:
+        data = draw(rows * width * row.size_bytes)
+        data = bytes(byte & 1 for byte in data) if row.token == "bool" else data
+        sent[f"in_{row.token}"] = (row.kserve, [rows, width], data)
+    return sent
+
+
+def answered(response: Any) -> dict[str, tuple[str, list[int], bytes]]:
+    """The outputs of ``raw_infer`` in the form of its inputs."""
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: (output.datatype, list(output.shape), data) for output, data in pairs}

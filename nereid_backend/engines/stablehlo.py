@@ -142,12 +142,15 @@ def _make_primitive() -> Any:
 
 
 class StableHloEngine:
-    """One jitted function per compiled size; all sizes share one set of device-resident weights."""
+    """One jitted function per variant and compiled size; all share one set of device-resident weights."""
 
-    def __init__(self, functions: dict[int | None, Callable[..., Any]], weights: list[Any], axis: tuple[int, int]):
+    def __init__(
+        self, functions: dict[tuple[int, ...], Callable[..., Any]], weights: list[Any], axes: list[tuple[int, int]]
+    ):
+        """``functions`` by the sizes that the inputs have at ``axes``, pairs of input and axis."""
         self._functions = functions
         self._weights = weights
-        self._batched_input, self._batch_axis = axis
+        self._axes = axes
 
     @classmethod
     def check_device(cls, device: str) -> None:
@@ -176,15 +179,18 @@ class StableHloEngine:
             function: Callable[..., Any] = jax.jit(nereid_program, **shardings)
             return function
 
-        functions = {p.batch_size: jitted(read_module(directory / p.file)) for p in spec.programs}
+        functions = {}
+        for program in spec.programs:
+            size = () if program.batch_size is None else (program.batch_size,)
+            functions[program.variant + size] = jitted(read_module(directory / program.file))
         batched = [(i, t.batch_axis) for i, t in enumerate(spec.inputs) if t.batch_axis is not None]
-        return cls(functions, weights, batched[0] if batched else (0, 0))
+        return cls(functions, weights, [*spec.variable_axes, *batched[:1]])
 
     def run(self, inputs: list[Array]) -> list[Array]:
         if len(self._functions) == 1:
             (function,) = self._functions.values()
         else:
-            function = self._functions[inputs[self._batched_input].shape[self._batch_axis]]
+            function = self._functions[tuple(inputs[i].shape[axis] for i, axis in self._axes)]
         try:
             # numpy arguments go straight in (an explicit device_put costs 20 us each); np.asarray waits for the
             # result, after which the inputs may be reused.

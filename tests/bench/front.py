@@ -1,8 +1,9 @@
-"""What the public address costs: the same calls to Triton's own port and through Envoy, admission on.
+"""What the public address costs: the same calls to a bare tritonserver's port and through Envoy, admission on.
 
-One ``nereid serve`` is measured at both of its addresses in turn, window by window (A B B A ...), so that a drift
-of the machine falls on both. The client is one asyncio process with a raw gRPC stub, request bytes made once, answers
-not parsed; it shares the cores with the servers.
+``nereid serve`` and a tritonserver on a TCP port, both with the same models, are measured in turn, window by window
+(A B C C B A ...), so that a drift of the machine falls on all. The third way is a relay that only copies bytes to that
+port: what any second hop costs here. The client is one asyncio process with a raw gRPC stub, request bytes made once,
+answers not parsed; it shares the cores with the servers.
 
 usage: python front.py [--seconds 2] [--repeats 8]
 """
@@ -12,7 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
+import os
+import selectors
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +32,13 @@ import numpy as np
 from onnx import TensorProto, helper, save
 from tritonclient.grpc import service_pb2
 
-DIRECT, FRONT = "triton_grpc", "address"
+from converters.convert import convert
+from native_service import embedded_triton
+from native_service.triton_process import TritonServer
+
+DIRECT, RELAY, FRONT = "direct", "relay", "front"
+WAYS = (DIRECT, RELAY, FRONT)
+RELAY_BUFFER_BYTES = 256 * 1024
 # name -> floats in a row
 MODELS = {"small": 16, "mib4": 1024 * 1024, "mib64": 16 * 1024 * 1024}
 # The bars: added p50 and rate of the small call, time of the large ones.
@@ -77,7 +88,7 @@ async def compare(
     for name in channels:
         await window(channels[name], data, concurrency, seconds / 2)
     for repeat in range(repeats):
-        for name in (DIRECT, FRONT) if repeat % 2 == 0 else (FRONT, DIRECT):
+        for name in WAYS if repeat % 2 == 0 else reversed(WAYS):
             found[name].append(await window(channels[name], data, concurrency, seconds))
     return {
         name: (statistics.median(w[0] for w in windows), statistics.median(w[1] for w in windows))
@@ -85,8 +96,46 @@ async def compare(
     }
 
 
-async def measure(state: dict[str, Any], seconds: float, repeats: int) -> bool:
-    channels = {name: grpc.aio.insecure_channel(state[name], options=UNLIMITED) for name in (DIRECT, FRONT)}
+def relay(listener: socket.socket, target: str) -> None:
+    """Copy bytes between each client and a connection of its own to ``target``, until killed."""
+    host, _, port = target.rpartition(":")
+    buffer, selector = memoryview(bytearray(RELAY_BUFFER_BYTES)), selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                pair = (listener.accept()[0], socket.create_connection((host, int(port))))
+                for ours, other in (pair, pair[::-1]):
+                    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    selector.register(ours, selectors.EVENT_READ, other)
+            elif count := key.fileobj.recv_into(buffer):  # type: ignore[union-attr]
+                key.data.sendall(buffer[:count])
+            else:
+                for end in (key.fileobj, key.data):
+                    selector.unregister(end)
+                    end.close()
+
+
+async def measure(front: str, repository: Path, seconds: float, repeats: int) -> bool:
+    """Compare every model on the three ways; whether all bars are met."""
+    install = await embedded_triton.find()
+    prefix = f"nereid-bench-{os.getpid()}-"
+    async with TritonServer(install, repository, shared_memory_prefix=prefix) as server:
+        await server.start()
+        for model in MODELS:
+            await server.load(model, START_TIMEOUT_S)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            relaying = multiprocessing.Process(target=relay, args=(listener, server.addresses.grpc), daemon=True)
+            relaying.start()
+            addresses = (server.addresses.grpc, f"127.0.0.1:{listener.getsockname()[1]}", front)
+            try:
+                return await compare_all(dict(zip(WAYS, addresses, strict=True)), seconds, repeats)
+            finally:
+                relaying.kill()
+
+
+async def compare_all(addresses: dict[str, str], seconds: float, repeats: int) -> bool:
+    channels = {name: grpc.aio.insecure_channel(address, options=UNLIMITED) for name, address in addresses.items()}
     passed = True
 
     def bar(label: str, value: float, limit: float, good: bool) -> None:
@@ -94,12 +143,12 @@ async def measure(state: dict[str, Any], seconds: float, repeats: int) -> bool:
         passed &= good
         print(f"  {label:<36}{value:>8.2f}   bar {limit:<6g}{'ok' if good else 'MISSED'}", flush=True)
 
-    print(f"{'call':<24}{'direct':>20}{'through Envoy':>20}")
+    print(f"{'call':<16}" + "".join(f"{way:>24}" for way in WAYS))
     for model, concurrency in (("small", 1), ("small", 8), ("small", 32), ("mib4", 1), ("mib64", 1)):
-        both = await compare(channels, model, concurrency, seconds, repeats)
-        (p50, rate), (front_p50, front_rate) = both[DIRECT], both[FRONT]
-        cells = [f"{a:9.2f} ms {b:6.0f}/s" for a, b in (both[DIRECT], both[FRONT])]
-        print(f"{model + ' x' + str(concurrency):<24}{cells[0]:>20}{cells[1]:>20}")
+        found = await compare(channels, model, concurrency, seconds, repeats)
+        (p50, rate), (front_p50, front_rate) = found[DIRECT], found[FRONT]
+        cells = "".join(f"{found[way][0]:>11.2f} ms {found[way][1]:>6.0f}/s " for way in WAYS)
+        print(f"{model + ' x' + str(concurrency):<16}{cells}", flush=True)
         if model != "small":
             bar("time against direct", front_p50 / p50, LARGE_AT_MOST, front_p50 <= LARGE_AT_MOST * p50)
         elif concurrency == 1:
@@ -121,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(scratch)
         for name, width in MODELS.items():
             write_identity(folder / "models" / name, width)
+            convert(folder / "models" / name, folder / "repository")
         entries = "".join(f"  - {{name: {name}, device: cpu, queue_capacity: 64}}\n" for name in MODELS)
         (folder / "nereid.yaml").write_text(
             f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{entries}"
@@ -134,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit("nereid serve did not become ready")
                 time.sleep(0.1)
-            passed = asyncio.run(measure(json.loads(state_file.read_text()), options.seconds, options.repeats))
+            front = json.loads(state_file.read_text())["address"]
+            passed = asyncio.run(measure(front, folder / "repository", options.seconds, options.repeats))
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)

@@ -14,7 +14,8 @@ from nereid_backend import dtypes
 from nereid_backend.batching import Staging, padded_size, split
 from nereid_backend.engines import engine_class
 from nereid_backend.errors import ManifestError
-from nereid_backend.spec import ModelSpec
+from nereid_backend.executor import Executor
+from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
 FOLDERS, BUNDLES = FIXTURES / "nereid-ml-backends", FIXTURES / "reactant" / "generated"
@@ -90,7 +91,7 @@ def test_a_nereid_folder_computes_what_upstream_computes(name: str, case: dict[s
 def run_rows(spec: ModelSpec, engine: Any, x: np.ndarray) -> np.ndarray:
     """Pad to a compiled size, run, drop the padding."""
     batch = Staging(spec.inputs).gather([[x]], [len(x)], padded_size(spec.batch_sizes, len(x)))
-    return split(engine.run(batch), [len(x)])[0][0]
+    return split(engine.run(batch), [0], [len(x)])[0][0]
 
 
 def test_both_weight_layouts_give_the_same_bits_and_the_expected_numbers(tmp_path: Path) -> None:
@@ -119,3 +120,27 @@ def test_a_fixed_buffer_and_its_count_come_out_in_manifest_order(tmp_path: Path)
     got = dict(zip((t.name for t in spec.outputs), engine.run([np.array(case["x"], np.float32)]), strict=True))
     assert {name: array.tolist() for name, array in got.items()} == {k: case[k] for k in ("VALUES", "COUNT")}
     assert got["VALUES"][: case["COUNT"][0]].tolist() == case["trimmed"]
+
+
+def test_variants_compute_the_expected_totals_and_an_unknown_one_lists_them(tmp_path: Path) -> None:
+    cases = load(BUNDLES / "expected.json")["pool_variants"]
+    spec, engine = open_written(bundle.read(BUNDLES / "pool_variants", "pool", "cpu"), tmp_path)
+    images = [np.array(case["input_row_major"], np.float32).reshape(case["wire_shape"]) for case in cases]
+    *totals, problem = Executor(spec, engine).run([[image] for image in (*images, np.zeros((1, 4, 2), np.float32))])
+    assert [total[0].tolist() for total in totals] == [case["total"] for case in cases]
+    assert str(problem) == ("model 'pool' has no program for img[-1, 4, 2]; compiled are img[-1, 2, 4], img[-1, 5, 3]")
+
+
+def test_queued_rows_share_one_dispatch_as_upstream() -> None:
+    case = load(FIXTURES / "reactant" / "cases" / "scheduler_cases.json")["coalesced_rows"]
+    dispatches: list[list[np.ndarray]] = []
+
+    class Times:
+        def run(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+            dispatches.append(inputs)
+            return [inputs[0] * np.array([10, 100], np.float32)]
+
+    x, y = (TensorSpec(name, "f32", (-1, 2), 0) for name in "xy")
+    spec = ModelSpec("m", "e", "p", (x,), (y,), (Program("a", 1), Program("b", 4)), max_batch_size=4, coalesce=True)
+    results = Executor(spec, Times()).run([[np.array(rows, np.float32)] for rows in case["requests"]])
+    assert ([r[0].tolist() for r in results], len(dispatches)) == (case["responses"], case["dispatches"])

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
 from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of
+from tritonclient.utils import InferenceServerException
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
 FOLDERS, BUNDLES = FIXTURES / "nereid-ml-backends", FIXTURES / "reactant" / "generated"
 SERVED_FOLDERS = ("model3", "multi", "rustint", "onnxadd")
-SERVED_BUNDLES = ("affine_legacy", "affine_xla", "scale4", "fixed_buffer_count")
+SERVED_BUNDLES = ("affine_legacy", "affine_xla", "scale4", "fixed_buffer_count", "pool_variants")
 
 pytestmark = [
     pytest.mark.triton,
@@ -191,6 +192,18 @@ def test_a_bundle_without_batch_sizes_answers_at_its_own_shape(client: Any) -> N
     answer = infer(client, "fixed_buffer_count", x=np.array(fixed["x"], np.float32))
     assert answer["VALUES"].tobytes() == np.array(fixed["VALUES"], np.float32).tobytes()
     assert answer["COUNT"].tolist() == fixed["COUNT"]
+
+
+def test_variants_are_told_apart_at_the_public_address(client: Any) -> None:
+    cases = json.loads((BUNDLES / "expected.json").read_text())["pool_variants"]
+    for case in cases:
+        image = np.array(case["input_row_major"], np.float32).reshape(case["wire_shape"])
+        # a scalar per row travels as a dimension of one
+        assert infer(client, "pool_variants", img=image)["total"][:, 0].tolist() == case["total"]
+    for shape, words in (([1, 4, 2], r"no program for img\[-1, 4, 2\]; compiled are"), ([3, 2, 4], "must be <= 2")):
+        with pytest.raises(InferenceServerException, match=words) as caught:
+            infer(client, "pool_variants", img=np.zeros(shape, np.float32))
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 def test_c17_the_models_are_listed_as_configured(served: Served) -> None:

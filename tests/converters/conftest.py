@@ -88,6 +88,42 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+def total(x: Any, scale: Any) -> Any:
+    return scale * x.sum((1, 2))
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path, program_writer: Any, manifest_writer: Any, weights_writer: Any) -> Callable[..., Path]:
+    """total[n] = scale * sum(img[n]) for images of (w, h) = (4, 2) and (3, 5), sizes as listed per variant."""
+
+    def make(
+        sizes: Sequence[Sequence[int | None]] = ((1, 2), (1, 2)),
+        functions: Sequence[Any] = (..., ...),
+        **manifest: Any,
+    ) -> Path:
+        folder = tmp_path / "pool"
+        folder.mkdir()
+        for variant, ((width, height), compiled, function) in enumerate(
+            zip(((4, 2), (3, 5)), sizes, functions, strict=True)
+        ):
+            for size in compiled:
+                file = f"model.v{variant}.mlir" if size is None else f"model.v{variant}.b{size}.mlir"
+                shape = (3 if size is None else size, height, width)
+                function = total if function is ... else function
+                program_writer(folder / file, function, (shape, np.float32), ((), np.float32))
+        keys: dict[str, Any] = {
+            "executable_inputs": [{"name": "img", "dtype": "f32", "shape": "whn", "dims": {"w": -1, "h": -1}}],
+            "executable_outputs": [{"name": "total", "dtype": "f32", "shape": "n"}],
+            "batching": None,
+            "input_shapes": [{"w": 4, "h": 2}, {"w": 3, "h": 5}],
+        }
+        manifest_writer(folder, **{**keys, **manifest})
+        weights_writer(folder, {"scale": np.array(2, np.float32)})
+        return folder
+
+    return make
+
+
 @pytest.fixture
 def make_onnx(tmp_path: Path) -> Callable[..., Path]:
     """An ONNX file of nodes given as (operator, inputs, outputs)."""
@@ -148,16 +184,16 @@ def run() -> Callable[..., list[np.ndarray]]:
     return run_prepared
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def manifest_writer() -> Callable[..., None]:
     return write_manifest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def weights_writer() -> Callable[..., None]:
     return write_weights
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def program_writer() -> Callable[..., None]:
     return write_program

@@ -234,8 +234,8 @@ def test_a_jax_export_with_a_symbolic_batch_is_compiled_for_a_few_sizes(
 @needs_jax
 def test_a_jax_export_whose_rows_are_not_independent_takes_exact_sizes_only(jax_file: Any) -> None:
     prepared = prepare(jax_file(lambda x: x - x.mean(0), ("b", 4)), max_batch_size=4)
-    assert (prepared.spec.max_batch_size, prepared.spec.coalesce, prepared.spec.batch_sizes) == (0, False, (1, 2, 4))
-    assert prepared.notes[0].startswith("requests run one by one, at exactly [1, 2, 4] rows: ")
+    assert (prepared.spec.max_batch_size, prepared.spec.coalesce, prepared.spec.batch_sizes) == (4, False, (1, 2, 4))
+    assert prepared.notes[0].startswith("requests run one by one, without padding, at exactly [1, 2, 4] rows: ")
 
 
 @needs_jax
@@ -303,7 +303,7 @@ def test_a_module_of_one_size_whose_rows_depend_on_each_other_is_not_padded(tmp_
     path = tmp_path / "m.mlir"
     path.write_text(jax.jit(lambda x: x - x.mean(0)).lower(jax.ShapeDtypeStruct((8, 4), np.float32)).as_text())
     spec = prepare(in_folder(path, "input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 8")).spec
-    assert (spec.max_batch_size, spec.coalesce, spec.batch_sizes) == (0, False, (8,))
+    assert (spec.max_batch_size, spec.coalesce, spec.batch_sizes) == (8, False, (8,))
 
 
 # Finding and naming.

@@ -167,8 +167,23 @@ def test_a_batch_axis_elsewhere_is_not_batched_by_triton(make_bundle: Any, run: 
     prepared = read(folder)
     spec = prepared.spec
     assert spec.inputs == (TensorSpec("x", "f32", (4, -1), 1),)
-    assert (spec.max_batch_size, spec.coalesce, spec.batch_sizes) == (0, False, (1, 4))
+    assert (spec.max_batch_size, spec.coalesce, spec.batch_sizes) == (0, True, (1, 4))
+    (note,) = prepared.notes
+    assert note.startswith("requests run one by one: Triton batches along the first axis")
     assert [o.tolist() for o in run(prepared, tmp_path / "r", X)] == [(W @ X).tolist()]
+
+
+def test_rows_elsewhere_that_influence_each_other_are_found(make_bundle: Any) -> None:
+    folder = make_bundle(
+        function=lambda x: x - x.mean(1, keepdims=True),
+        tensors={},
+        x=lambda n: ((4, n), np.float32),
+        executable_inputs=[f32("x", "nc", c=4)],
+        executable_outputs=[f32("y", "nk", k=4)],
+    )
+    prepared = read(folder)
+    assert (prepared.spec.max_batch_size, prepared.spec.coalesce) == (0, False)
+    assert "a row gives another result beside other rows" in prepared.notes[0]
 
 
 def test_an_output_without_a_batch_axis_is_not_coalesced(make_bundle: Any) -> None:
@@ -297,14 +312,11 @@ def test_hooks_are_refused_with_what_to_do(make_bundle: Any) -> None:
         read(python)
 
 
-def test_meta_models_and_variants_are_refused_by_name(make_bundle: Any) -> None:
+def test_meta_models_are_refused_by_name(make_bundle: Any) -> None:
     x, y = f32("x", "cn", c=4), f32("y", "kn", k=4)
     meta = make_bundle("meta", kind="meta", meta={"calls": []}, client_inputs=[x], client_outputs=[y])
     with pytest.raises(ManifestError, match=r"requires a model\.jl"):
         read(meta)
-    variants = make_bundle("variants", executable_inputs=[f32("x", "cn", c=-1)], input_shapes=[{"c": 4}])
-    with pytest.raises(BundleError, match=r"shape variants \(input_shapes\)"):
-        read(variants)
 
 
 def test_a_damaged_module_is_refused_by_name(make_bundle: Any) -> None:

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up import MANY, damaged
 
 from converters import contract as contracts
+from converters.artifact import input_spec
 from converters.contract import Contract, ContractTensor, parse
+from converters.repository import config_text
 from nereid_backend import dtypes
 from nereid_backend.errors import ContractError
+from nereid_backend.spec import ModelSpec
 
 WIRE = {row.token: row.kserve for row in dtypes.TABLE if row.kserve}
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
@@ -147,6 +151,7 @@ BLOCK = 'input { name: "a" dims: [1] } output { name: "b" dims: [1] } '
         ("input {\nname: a\ndims: [1]\nshape: [2]\n}", "unknown key 'shape'; known here: name, data_type, dims"),
         ("input {\nname: a\ninput {\n}\n}", "a block inside a block"),
         ("input {\nname: a\ndims: [1]\n", "a block is not closed"),
+        ('input { name: "a\\tb" dims: [1] } output { name: "b" dims: [1] }', "characters that cannot be printed"),
         ("input { name: a dims: [1] }", "not valid text format"),
     ],
 )
@@ -176,39 +181,31 @@ def test_a_file_is_named_in_the_message_without_its_folder(tmp_path: Path) -> No
     assert contracts.read(path).outputs[0].dims == (2,)
 
 
-fragments = st.sampled_from(
-    [
-        "input {",
-        "output {",
-        "}",
-        "input_shape: ",
-        "output_shape: ",
-        "dims: ",
-        "name: ",
-        "data_type: ",
-        "max_batch_size: ",
-        "[1, 2]",
-        "[",
-        "]",
-        "a",
-        '"a"',
-        "FP32",
-        "3",
-        "-1",
-        "\n",
-        " ",
-        "#",
-        ":",
-        "'",
-        "99999999999999999999",
-    ]
+WORDS = [
+    "input {", "output {", "}", "input_shape: ", "output_shape: ", "dims: ", "name: ", "data_type: ",
+    "max_batch_size: ", "[1, 2]", "[", "]", "a", '"a"', "FP32", "3", "-1", "\n", " ", "#", ":", "'", "<", ">", ";", ",",
+    "\\", "0x1p", "1e9", "99999999999999999999", "\u2028", "\0",
+]  # fmt: skip
+CONTRACTS = [
+    'max_batch_size: 4\ninput {\n  name: "a"\n  dims: [4]\n}\noutput { \n  name: s\n data_type: INT64\n dims: [2]\n}\n',
+    'max_batch_size: 4 input { name: "a" dims: 4 } output [{ name: "sum", data_type: INT64, dims: -1 dims: 2 }]',
+    "# flat\ninput_shape: [-1, 16]\noutput_shape: [ 4 ]\ndata_type: FP64\nmax_batch_size: 10\n",
+]
+
+
+@MANY
+@given(
+    st.text(max_size=30)
+    | st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
+    | st.sampled_from(CONTRACTS).flatmap(lambda text: damaged(text, WORDS))
 )
-
-
-@given(st.text(max_size=30) | st.lists(fragments, max_size=25).map("".join))
 def test_made_up_text_raises_nothing_but_contract_errors(text: str) -> None:
     try:
         got: Any = parse(text)
     except ContractError:
         return
     assert got.outputs
+    served = (tuple(input_spec(t, got.max_batch_size) for t in tensors) for tensors in (got.inputs, got.outputs))
+    spec = ModelSpec("m", "e", "p", *served, (), max_batch_size=got.max_batch_size)
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert config_text(spec)

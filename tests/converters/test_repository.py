@@ -72,6 +72,18 @@ def test_requests_that_must_not_share_a_run_get_no_dynamic_batching() -> None:
     assert not parse(repository.config_text(replace(SPEC, coalesce=False))).HasField("dynamic_batching")
 
 
+def test_variants_that_arrive_mixed_may_share_a_batch() -> None:
+    images = replace(SPEC, inputs=(TensorSpec("x", "f32", (-1, -1), 0),))
+    variants = replace(images, programs=(Program("a", 4, (3,)), Program("b", 4, (5,))))
+    ragged = [parse(repository.config_text(s)).input[0].allow_ragged_batch for s in (images, variants)]
+    assert ragged == [False, True]
+
+
+@pytest.mark.parametrize("changes", [{"max_batch_size": 0}, {"max_batch_size": 1}])
+def test_a_model_of_single_rows_has_nothing_to_batch(changes: dict[str, Any]) -> None:
+    assert not parse(repository.config_text(replace(SPEC, coalesce=True, **changes))).HasField("dynamic_batching")
+
+
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", [0]), ("cuda:3", [3])])
 def test_a_gpu_model_gets_its_gpu(device: str, gpus: list[int]) -> None:
     (group,) = parse(repository.config_text(replace(SPEC, device=device))).instance_group

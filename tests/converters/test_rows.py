@@ -11,7 +11,7 @@ import pytest
 
 from converters import rows
 from converters.convert import prepare
-from nereid_backend.errors import EngineError
+from nereid_backend.errors import BundleError, EngineError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
 Run = Callable[[np.ndarray], np.ndarray]
@@ -121,6 +121,31 @@ def test_an_onnx_model_that_accumulates_over_rows_is_not_coalesced(make_onnx: An
     prepared = prepare(make_onnx(nodes, [("x", 1, shape)], [("y", 1, shape)], constants={"axis": np.array(0)}))
     assert (prepared.spec.max_batch_size, prepared.spec.coalesce) == (32, False)
     assert prepared.notes == ("requests run one by one: a row gives another result beside other rows",)
+
+
+@pytest.mark.parametrize(
+    ("node", "limit", "coalesce"),
+    [("CumSum", 3, False), ("CumSum", 1, False), ("Abs", 3, True), ("Abs", 1, True)],
+)
+def test_a_graph_of_three_rows_is_padded_only_when_its_rows_are_independent(
+    make_onnx: Any, tmp_path: Path, node: str, limit: int, coalesce: bool
+) -> None:
+    folder = tmp_path / "three"
+    folder.mkdir()
+    inputs, constants = (["x", "axis"], {"axis": np.array(0)}) if node == "CumSum" else (["x"], {})
+    shape = ("x", 1, [3, 2]), ("y", 1, [3, 2])
+    make_onnx([(node, inputs, ["y"])], shape[:1], shape[1:], folder / "model.onnx", constants)
+    (folder / "model_inference.textproto").write_text(
+        f'max_batch_size: {limit} input {{ name: "x" dims: [2] }} output {{ name: "y" dims: [2] }}'
+    )
+    if limit < 3 and not coalesce:
+        with pytest.raises(BundleError, match=r"takes exactly 3 rows and they cannot be padded .* max_batch_size is 1"):
+            prepare(folder)
+        return
+    prepared = prepare(folder)
+    assert (prepared.spec.batch_sizes, prepared.spec.max_batch_size, prepared.spec.coalesce) == ((3,), limit, coalesce)
+    told = "requests run one by one, without padding, at exactly [3] rows: a row gives another result beside other rows"
+    assert prepared.notes == (() if coalesce else (told,))
 
 
 def centred(x: Any, w: Any, b: Any) -> Any:

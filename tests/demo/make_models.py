@@ -1,4 +1,4 @@
-"""Make the demo's three models under a folder: a trained bundle, a real ONNX file, a nereid folder.
+"""Make the demo's models under a folder: a trained bundle, a real ONNX file, a nereid folder, a pipeline.
 
 usage: python make_models.py BUNDLES
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import onnx
+import strips
 import yaml
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
@@ -28,6 +31,7 @@ BATCH_SIZES = (1, 8, 32)
 LAYERS = (64, 48, 10)
 ARGUMENTS = ("dense0/kernel", "dense0/bias", "dense1/kernel", "dense1/bias")
 MAGIKA = "models/standard_v3_3"
+READER = Path(__file__).with_name("reader")
 
 
 def classify(pixels: jax.Array, *parameters: jax.Array) -> jax.Array:
@@ -37,13 +41,19 @@ def classify(pixels: jax.Array, *parameters: jax.Array) -> jax.Array:
     return jax.nn.softmax(hidden @ kernel1 + bias1)
 
 
-def train(images: np.ndarray, labels: np.ndarray) -> list[jax.Array]:
-    """Full-batch gradient descent with momentum; about two seconds on one core."""
+def first_parameters(layers: Sequence[int]) -> list[jax.Array]:
+    """A random kernel and a zero bias per layer."""
     rng = np.random.default_rng(0)
     parameters = []
-    for fan_in, fan_out in pairwise(LAYERS):
+    for fan_in, fan_out in pairwise(layers):
         kernel = rng.normal(0, np.sqrt(2 / fan_in), (fan_in, fan_out))
         parameters += [jnp.asarray(kernel, jnp.float32), jnp.zeros(fan_out, jnp.float32)]
+    return parameters
+
+
+def train(images: np.ndarray, labels: np.ndarray) -> list[jax.Array]:
+    """Full-batch gradient descent with momentum; about two seconds on one core."""
+    parameters = first_parameters(LAYERS)
     targets = jax.nn.one_hot(labels, LAYERS[-1])
 
     def loss(values: list[jax.Array]) -> jax.Array:
@@ -60,13 +70,17 @@ def train(images: np.ndarray, labels: np.ndarray) -> list[jax.Array]:
     return parameters
 
 
-def write_digits(bundle: Path, images: np.ndarray, labels: np.ndarray, held_out: np.ndarray) -> None:
+def write_bundle(
+    bundle: Path, function: Any, parameters: Sequence[jax.Array], inputs: dict[str, Any], outputs: dict[str, Any]
+) -> None:
     """A bundle of format 2.1: manifest, one program per batch size, weights in program order."""
-    parameters = train(images, labels)
+    shutil.rmtree(bundle, ignore_errors=True)
+    bundle.mkdir(parents=True)
     shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parameters]
+    row = [inputs["dims"][letter] for letter in reversed(inputs["shape"].removesuffix("n"))]
     for size in BATCH_SIZES:
-        pixels = jax.ShapeDtypeStruct((size, LAYERS[0]), jnp.float32)
-        exported = jax.export.export(jax.jit(classify, keep_unused=True), platforms=["cpu"])(pixels, *shapes)
+        batch = jax.ShapeDtypeStruct((size, *row), jnp.float32)
+        exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(batch, *shapes)
         (bundle / f"model.b{size}.mlir").write_bytes(exported.mlir_module_serialized)
     weights.write(
         bundle / "weights.safetensors",
@@ -75,18 +89,30 @@ def write_digits(bundle: Path, images: np.ndarray, labels: np.ndarray, held_out:
     )
     manifest = {
         "format_version": "2.1",
-        "name": "digits",
-        "description": "Handwritten digits, 8 x 8 pixels",
-        "executable_inputs": [{"name": "pixels", "dtype": "f32", "shape": "cn", "dims": {"c": LAYERS[0]}}],
-        "executable_outputs": [{"name": "probabilities", "dtype": "f32", "shape": "kn", "dims": {"k": LAYERS[-1]}}],
+        "name": bundle.name,
+        "executable_inputs": [inputs],
+        "executable_outputs": [outputs],
         "batching": {"compiled_batch_sizes": list(BATCH_SIZES)},
     }
     (bundle / "manifest.yaml").write_text(yaml.safe_dump(manifest, sort_keys=False))
-    np.save(bundle / "local_jax.npy", np.asarray(jax.jit(classify)(held_out, *parameters)))
+
+
+def write_classifier(bundle: Path, parameters: Sequence[jax.Array]) -> None:
+    pixels = {"name": "pixels", "dtype": "f32", "shape": "cn", "dims": {"c": LAYERS[0]}}
+    probabilities = {"name": "probabilities", "dtype": "f32", "shape": "kn", "dims": {"k": LAYERS[-1]}}
+    write_bundle(bundle, classify, parameters, pixels, probabilities)
+
+
+def write_finder(bundle: Path, parameters: Sequence[jax.Array]) -> None:
+    strip = {"name": "strip", "dtype": "f32", "shape": "whn", "dims": {"w": strips.WIDTH, "h": strips.SIZE}}
+    scores = {"name": "scores", "dtype": "f32", "shape": "wn", "dims": {"w": strips.PLACES}}
+    write_bundle(bundle, strips.find, parameters, strip, scores)
 
 
 def write_projection(folder: Path, images: np.ndarray, held_out: np.ndarray) -> None:
     """A nereid folder: the first two principal components as one ONNX Gemm."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     pca = PCA(2).fit(images)
     matrix = pca.components_.T.astype(np.float32)
     offset = (-pca.mean_ @ pca.components_.T).astype(np.float32)
@@ -108,13 +134,18 @@ def main(bundles: Path) -> None:
     train_x, test_x, train_y, test_y = train_test_split(
         images.astype(np.float32), labels, test_size=0.2, random_state=0
     )
-    for name in ("digits", "projection"):
-        shutil.rmtree(bundles / name, ignore_errors=True)
-        (bundles / name).mkdir(parents=True)
-    write_digits(bundles / "digits", train_x, train_y, test_x)
+    classifier = train(train_x, train_y)
+    write_classifier(bundles / "digits", classifier)
+    np.save(bundles / "digits" / "local_jax.npy", np.asarray(jax.jit(classify)(test_x, *classifier)))
     write_projection(bundles / "projection", train_x, test_x)
     np.savez(bundles / "held_out.npz", images=test_x, labels=test_y)
     shutil.copyfile(str(files("magika") / MAGIKA / "model.onnx"), bundles / "magika.onnx")
+
+    shutil.copytree(READER, bundles / "reader", dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    write_finder(bundles / "reader_find", strips.train(train_x, first_parameters(strips.LAYERS)))
+    write_classifier(bundles / "reader_classify", classifier)
+    held_out, _, texts = strips.make(test_x, test_y, 100)
+    (bundles / "strips.json").write_text(json.dumps({"strips": held_out.tolist(), "texts": texts}))
 
 
 if __name__ == "__main__":

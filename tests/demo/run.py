@@ -1,4 +1,4 @@
-"""The demo: make three models, convert them, serve them, and drive them with stock clients.
+"""The demo: make models, convert them, serve them, and drive them with stock clients.
 
 usage: python run.py [--serve]     (--serve: leave the server up until Ctrl-C)
 """
@@ -76,6 +76,7 @@ def drive(state: dict[str, Any]) -> list[tuple[Any, ...]]:
         digits(client, held_out["images"], held_out["labels"]),
         magika(client),
         projection(state["address"], held_out["images"]),
+        reader(client),
     ]
 
 
@@ -142,6 +143,18 @@ def projection(address: str, images: np.ndarray) -> tuple[Any, ...]:
         raise SystemExit(f"projection: largest difference from scikit-learn {difference:.1e}")
     result = f"Checkpoint stream, largest difference from scikit-learn {difference:.1e}"
     return "projection", "onnx (nereid folder)", len(times), *percentiles(times), result
+
+
+def reader(client: Any) -> tuple[Any, ...]:
+    """Read strips of digits with the two-stage pipeline."""
+    held_out = json.loads((BUNDLES / "strips.json").read_text())
+    strips = np.asarray(held_out["strips"], np.float32)
+    answers, times = timed(lambda strip: infer(client, "reader", "strip", strip, "digits"), strips)
+    right = sum(answer.tolist() == text for answer, text in zip(answers, held_out["texts"], strict=True))
+    if right < 0.6 * len(strips):
+        raise SystemExit(f"reader: only {right} of {len(strips)} strips were read without a mistake")
+    result = f"{right} of {len(strips)} strips of digits read without a mistake"
+    return "reader", "meta (two bundles)", len(times), *percentiles(times), result
 
 
 def stream(model: str, array: np.ndarray) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from native_service.kserve_grpc import KServeService
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Limits, ServerSettings
+from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec, TensorSpec
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -193,6 +194,27 @@ async def fronted(
                 await front.stop()
     finally:
         run.close()
+
+
+class FakeFront:
+    """What a catalogue asks of the front: keeps the capacity of each model it was told to serve, or refuses to."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, int] = {}
+        self.refuses = False
+
+    async def start(self, models: Sequence[Admitted], _server: Any, _control: Any) -> None:
+        await self.set_models(models)
+
+    async def set_models(self, models: Sequence[Admitted]) -> None:
+        if self.refuses:
+            raise EnvoyUnavailable("no such luck")
+        self.models = {model.spec.name: model.capacity for model in models}
+
+
+@pytest.fixture
+def front() -> FakeFront:
+    return FakeFront()
 
 
 @pytest.fixture

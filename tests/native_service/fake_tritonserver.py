@@ -1,12 +1,14 @@
 """A tritonserver of a few lines, started as a program: answers what the supervisor asks and misbehaves on request.
 
-A model's name says how it behaves: ``hangs`` never loads, ``broken`` fails with Triton's own words, ``dies`` takes
-the server down. ``FAKE_TRITON`` in the environment: ``port-taken-once`` (then FAKE_TRITON_NOTE is a file that says
-it happened), ``refuses`` (exits with an error), ``ignores-sigterm``.
+A model's name says how it behaves: ``hangs`` loads until its process is killed, ``stuck`` whatever is killed,
+``broken`` fails with Triton's own words, ``dies`` takes the server down. ``FAKE_TRITON`` in the environment:
+``port-taken-once`` (then FAKE_TRITON_NOTE is a file that says it happened), ``refuses`` (exits with an error),
+``ignores-sigterm``.
 """
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +35,11 @@ def load(request: pb.RepositoryModelLoadRequest, context: grpc.ServicerContext) 
         context.abort(grpc.StatusCode.UNAVAILABLE, f"This protocol is restricted, expecting header '{header}'")
     if request.model_name == "hangs":
         print("waiting for godot", flush=True)
+        script = Path(options["model-repository"], "hangs", "1", "model.py")
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(3600)", script])
+        reason = "load failed for model 'hangs': version 1 is at UNAVAILABLE state: Internal: Stub process 'hangs_0_0'"
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{reason} is not healthy.")
+    if request.model_name == "stuck":
         time.sleep(3600)
     if request.model_name == "dies":
         log("E", "out of luck")
@@ -78,6 +85,8 @@ def main() -> None:
                              pb.ServerLiveRequest, pb.ServerLiveResponse),
         "ServerReady": method(lambda _r, _c: pb.ServerReadyResponse(ready=True),
                               pb.ServerReadyRequest, pb.ServerReadyResponse),
+        "RepositoryModelUnload": method(lambda _r, _c: pb.RepositoryModelUnloadResponse(),
+                                        pb.RepositoryModelUnloadRequest, pb.RepositoryModelUnloadResponse),
         "RepositoryModelLoad": method(load, pb.RepositoryModelLoadRequest, pb.RepositoryModelLoadResponse),
         "ModelInfer": method(lambda r, _c: pb.ModelInferResponse(model_name=r.model_name),
                              pb.ModelInferRequest, pb.ModelInferResponse),

@@ -1,3 +1,4 @@
+import ast
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from native_service import settings
 from native_service.conversion import Converter, Source
 from native_service.settings import ModelSettings
-from nereid_backend.errors import BundleError, NereidError
+from nereid_backend.errors import NereidError
 from nereid_backend.spec import ModelSpec
 
 # What the child imports instead of the real package; the model's name says what happens.
@@ -22,8 +23,10 @@ from nereid_backend.spec import ModelSpec, TensorSpec
 def model_name(path):
     return path.stem
 
-def convert(source, target, *, name, device, link, **_):
+def convert(source, target, *, name, device, **options):
     print("noise on stdout")
+    if name == "options":
+        raise ManifestError(repr(sorted(options.items())))
     if name == "crashes":
         print("last words", file=sys.stderr, flush=True)
         os.abort()
@@ -35,11 +38,21 @@ def convert(source, target, *, name, device, link, **_):
         raise ZeroDivisionError("oops")
     (target / name).mkdir()
     many = tuple(TensorSpec("weight" * 20 + str(n), "f32", (1,)) for n in range(2000 if name == "large" else 1))
-    return SimpleNamespace(spec=ModelSpec(name, "fake", device, many, (), ()))
+    return SimpleNamespace(spec=ModelSpec(name, "fake", device, many, (), ()), notes=[f"{name} was made up"])
 
 def check_device(spec):
     if spec.platform == "cuda:0":
         raise DeviceMissing("no CUDA device 0 here")
+"""
+
+
+# A model that holds words is a meta model, which calls them.
+FAKE_DISCOVER = """
+def find(path):
+    return sorted(path.iterdir())
+
+def calls_of(path):
+    return path.is_file() and path.read_text().split() or None
 """
 
 
@@ -49,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "convert.py").write_text(FAKE)
-    (package / "discover.py").write_text("def find(path):\n    return sorted(path.iterdir())\n")
+    (package / "discover.py").write_text(FAKE_DISCOVER)
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{root}")
     models = tmp_path / "models"
@@ -66,14 +79,15 @@ def run(scenario: Callable[[Converter], Coroutine[Any, Any, None]], timeout_s: f
     asyncio.run(inside())
 
 
-async def convert(converter: Converter, folder: Path, name: str, device: str = "cpu") -> ModelSpec:
-    model = ModelSettings(name=name, device=device, queue_capacity=1)
-    return await converter.convert(Source(folder / name, model), folder.parent / "repository")
+async def convert(converter: Converter, folder: Path, name: str, device: str = "cpu", **keys: Any) -> ModelSpec:
+    model = ModelSettings(name=name, device=device, queue_capacity=1, **keys)
+    converted = await converter.convert(Source(folder / name, model), folder.parent / "repository")
+    return converted.spec
 
 
-async def problem(converter: Converter, folder: Path, name: str, device: str = "cpu") -> str:
+async def problem(converter: Converter, folder: Path, name: str, device: str = "cpu", **keys: Any) -> str:
     with pytest.raises(NereidError) as caught:
-        await convert(converter, folder, name, device)
+        await convert(converter, folder, name, device, **keys)
     return str(caught.value)
 
 
@@ -89,9 +103,27 @@ def test_a_model_s_failure_does_not_touch_the_next(folder: Path) -> None:
     run(scenario)
 
 
+def test_the_options_of_a_model_reach_its_conversion(folder: Path) -> None:
+    async def scenario(converter: Converter) -> None:
+        keys = {"backend": "onnx", "options": {"batch_sizes": "largest", "max_batch_size": 3}}
+        told = dict(ast.literal_eval(await problem(converter, folder, "options", **keys)))
+        assert (told["backend"], told["batch_sizes"], told["max_batch_size"]) == ("onnx", "largest", 3)
+
+    run(scenario)
+
+
+def test_a_signature_without_a_tensorflow_model_is_told(folder: Path) -> None:
+    async def scenario(converter: Converter) -> None:
+        assert "signature 'classify' belongs to" in await problem(converter, folder, "fine", signature="classify")
+        assert (await convert(converter, folder, "fine", signature="serving_default")).name == "fine"
+
+    run(scenario)
+
+
 def test_a_conversion_that_takes_too_long_is_killed(folder: Path) -> None:
     async def scenario(converter: Converter) -> None:
         assert await problem(converter, folder, "slow") == "conversion took longer than 1.5 s"
+        converter._timeout_s = 20  # a new child on a busy machine may take longer to start
         assert (await convert(converter, folder, "fine")).name == "fine"
 
     run(scenario, timeout_s=1.5)
@@ -102,7 +134,8 @@ def test_a_folder_gives_every_model_in_it_the_defaults(folder: Path) -> None:
         (folder / name).touch()
 
     async def scenario(converter: Converter) -> None:
-        sources = await converter.sources(settings.for_folder(folder))
+        sources, problems = await converter.sources(settings.for_folder(folder))
+        assert problems == []
         assert [(s.settings.name, s.path.name, s.settings.queue_capacity) for s in sources] == [
             ("a", "a.onnx", 16), ("b", "b", 16),
         ]  # fmt: skip
@@ -118,8 +151,9 @@ def test_a_folder_that_cannot_be_served_is_told(folder: Path, names: list[str], 
         (folder / name).touch()
 
     async def scenario(converter: Converter) -> None:
-        with pytest.raises(BundleError, match=words):
-            await converter.sources(settings.for_folder(folder))
+        sources, [problem] = await converter.sources(settings.for_folder(folder))
+        assert words in problem
+        assert [source.name for source in sources] == sorted({name.removesuffix(".onnx") for name in names})
 
     run(scenario)
 
@@ -135,11 +169,59 @@ def test_named_models_are_looked_up_and_all_missing_ones_told(folder: Path) -> N
         return settings.load(file)
 
     async def scenario(converter: Converter) -> None:
-        found = await converter.sources(listing("b", "a"))
-        assert [source.path.name for source in found] == ["b.onnx", "a"]
-        with pytest.raises(BundleError) as caught:
-            await converter.sources(listing("a", "x", "y"))
-        assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["model 'x'", "model 'y'"]
+        found, problems = await converter.sources(listing("b", "a"))
+        assert ([source.path.name for source in found], problems) == (["b.onnx", "a"], [])
+        found, problems = await converter.sources(listing("a", "x", "y"))
+        assert [source.path.name for source in found] == ["a"]
+        assert [line.split(":")[0] for line in problems] == ["model 'x'", "model 'y'"]
 
     run(scenario)
     assert list((folder.parent / "repository").iterdir()) == []
+
+
+def test_callees_of_a_folder_are_hidden_and_come_first(folder: Path) -> None:
+    for name, calls in {"a": "c", "b": "", "c": "", "d": "c gone"}.items():
+        (folder / name).write_text(calls)
+
+    async def scenario(converter: Converter) -> None:
+        sources, _ = await converter.sources(settings.for_folder(folder))
+        assert [(s.settings.name, s.hidden, s.calls) for s in sources] == [
+            ("b", False, None), ("c", True, None), ("a", False, ("c",)), ("d", False, ("c", "gone")),
+        ]  # fmt: skip
+
+    run(scenario)
+
+
+def test_callees_that_the_settings_do_not_name_come_along_hidden(folder: Path) -> None:
+    for name, calls in {"a": "c e", "c": "", "e": "", "other": ""}.items():
+        (folder / name).write_text(calls)
+    model = {"device": "cuda:1", "queue_capacity": 2}
+    told = settings.for_folder(folder).model_copy(
+        update={"models": tuple(ModelSettings(name=name, **model) for name in ("a", "e"))}
+    )
+
+    async def scenario(converter: Converter) -> None:
+        sources, _ = await converter.sources(told)
+        assert [(s.settings.name, s.hidden, s.settings.device) for s in sources] == [
+            ("e", False, "cuda:1"), ("c", True, "cuda:1"), ("a", False, "cuda:1"),
+        ]  # fmt: skip
+        (folder / "a").write_text("../models/c")
+        assert (await converter.sources(told))[1] == [
+            "model 'a' calls '../models/c', which cannot be the name of a model"
+        ]
+        (folder / "a").write_text("gone")
+        assert (await converter.sources(told))[1] == [
+            f"model 'a' calls 'gone': {folder} holds no folder and no model file of that name"
+        ]
+
+    run(scenario)
+
+
+def test_what_the_converter_remarks_on_a_model_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "nereid.convert")
+
+    async def scenario(converter: Converter) -> None:
+        await convert(converter, folder, "fine")
+
+    run(scenario)
+    assert "WARNING model 'fine': fine was made up" in caplog.messages

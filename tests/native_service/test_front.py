@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
-from native_service import front
+from native_service import envoy_process, front
 from native_service.envoy_config import Admitted
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
@@ -374,7 +374,7 @@ def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting:
                     answered += 1
 
             loads = [asyncio.create_task(load(model)) for model in ("adder", "other") for _ in range(4)]
-            for number in range(50):
+            for number in range(20):
                 await service.front.set_models([*stays, Admitted(spec(f"guest{number}"), 1)])
                 assert (await infer(service.channel, infer_request(model=f"guest{number}"))).outputs
                 assert await health(service.channel, f"guest{number}") == health_pb2.HealthCheckResponse.SERVING
@@ -386,6 +386,39 @@ def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting:
             await asyncio.gather(*loads)
             assert answered > 100
             assert await service.front.admin.permits_in_use() == {"adder": 0, "other": 0}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("wait_s", "is_waited_for"), [(10.0, True), (0.2, False)])
+def test_a_call_of_a_model_that_goes_is_waited_for_within_a_bound_and_answered(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch, wait_s: float, is_waited_for: bool
+) -> None:
+    monkeypatch.setattr(envoy_process, "_LAST_CALLS_S", wait_s)
+
+    async def scenario() -> None:
+        async with fronting(spec(), spec("other")) as service:
+            finish = asyncio.Event()
+
+            async def slow(request: Any, context: Any) -> Any:
+                await finish.wait()
+                return await service.triton._add_one(request, context)
+
+            service.triton.behave = slow
+            calls = [infer(service.channel), infer(service.channel, infer_request((16,)))]
+            await until_permits(service, 2)
+            going = asyncio.create_task(service.front.set_models([Admitted(spec("other"), 2)]))
+            async with asyncio.timeout(10):
+                while (await status(infer(service.channel)))[0] is not grpc.StatusCode.NOT_FOUND:
+                    await asyncio.sleep(0.01)
+            if not is_waited_for:
+                await going
+            assert not going.done() or not is_waited_for
+            finish.set()
+            for answer in await asyncio.gather(*(_awaited(call) for call in calls)):
+                assert answer.outputs
+            await going
+            assert await service.front.admin.permits_in_use() == {"other": 0}
 
     asyncio.run(scenario())
 

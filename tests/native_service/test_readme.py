@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +19,28 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.triton
-def test_the_client_in_the_readme_classifies_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subprocess.run([sys.executable, ROOT / "tests" / "demo" / "make_models.py", tmp_path / "bundles"], check=True)
-    server = Served(tmp_path, str(tmp_path / "bundles"), "--bind", "127.0.0.1:0")
+def test_the_client_in_the_readme_classifies_digits(
+    demo_bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Served(tmp_path, str(demo_bundles), "--bind", "127.0.0.1:0")
     try:
         server.state_file.rename(tmp_path / "state.json")
+        (tmp_path / "bundles").symlink_to(demo_bundles)
         monkeypatch.chdir(tmp_path)
         names: dict[str, Any] = {}
-        (block,) = blocks("python")
-        exec(block, names)
+        client, _ = blocks("python")
+        exec(client, names)
         names["client"].close()
     finally:
         server.end()
-    local = np.load(tmp_path / "bundles" / "digits" / "local_jax.npy")
+    assert server.state["models"] == ["digits", "magika", "projection", "reader"]  # what the reader calls is hidden
+    local = np.load(demo_bundles / "digits" / "local_jax.npy")
     np.testing.assert_allclose(names["probabilities"], local[:2], atol=1e-5)
+
+
+def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
+    _, pipeline = blocks("python")
+    assert pipeline in (ROOT / "tests" / "demo" / "reader" / "hooks.py").read_text()
 
 
 def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:

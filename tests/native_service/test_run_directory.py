@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,23 @@ def test_a_run_has_a_private_folder_with_a_repository_and_marks(cache: Path, sha
     run.close()
     run.close()
     assert list((cache / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_socket_has_a_path_that_fits_and_reaches_every_process(cache: Path, shared_memory: Path, depth: int) -> None:
+    for _ in range(depth):
+        cache /= "a-long-name-" * 5
+    cache.mkdir(parents=True, exist_ok=True)
+    run = RunDirectory.open(cache)
+    path = run.socket_path("some.sock")
+    assert len(path) <= 107
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        assert (run.path / "some.sock").is_socket()
+        code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", code, path], check=True)
+    run.close()
 
 
 def test_closing_removes_our_regions_and_kills_our_processes_only(cache: Path, shared_memory: Path) -> None:

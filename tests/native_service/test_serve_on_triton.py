@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +22,7 @@ from onnx import TensorProto, helper, save
 from serving import READY_TIMEOUT_S, Served, alive, checkpoint, chunk, meta, our_shared_memory, tensor_of
 
 from native_service.proto import inference_pb2 as pb
+from nereid_backend.cache import cache_folder
 
 pytestmark = pytest.mark.triton
 
@@ -168,6 +170,30 @@ def test_a_signal_ends_everything_with_code_0(tmp_path: Path, models: Path, numb
     assert our_shared_memory(pid), "the stubs' regions do not carry our prefix"
     code, output = server.end(number)
     assert (code, alive(processes), our_shared_memory(pid), server.state_file.exists()) == (0, set(), [], False), output
+
+
+def test_a_cache_folder_with_a_long_path_serves_too(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / ("a-long-name-" * 8)
+    cache.mkdir()
+    (cache / "triton").symlink_to(cache_folder() / "triton")
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(cache))
+    server = Served(tmp_path, str(models), "--bind", "127.0.0.1:0")
+    with tritonclient.InferenceServerClient(server.state["address"]) as client:
+        tensor = tritonclient.InferInput("input", [1, 16], "FP32")
+        tensor.set_data_from_numpy(R16[np.newaxis])
+        assert client.infer("adder", [tensor]).as_numpy("output").tolist() == [(R16 + 1).tolist()]
+    assert server.end()[0] == 0
+
+
+def test_triton_takes_grpc_from_this_users_processes_only(served: Served) -> None:
+    address = served.state["triton_grpc"]
+    assert address.startswith("unix:")
+    folder = Path(address.removeprefix("unix:")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with tritonclient.InferenceServerClient(address) as client:
+        assert client.is_server_live()
 
 
 def test_a_signal_during_the_start_ends_everything_with_code_0(tmp_path: Path, models: Path) -> None:

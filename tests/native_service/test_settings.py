@@ -122,6 +122,8 @@ def test_ipv6_addresses_stand_in_brackets(file: Path) -> None:
         ("- a", "must hold a mapping with server and models, got list"),
         ("server: [", "is not YAML at line 1, column 10"),
         ("server: !!python/object:os.system {}", "is not YAML at line 1"),
+        ("server: !!int ", "is not YAML (a date, a number or a tag that is none); quote the value"),
+        ("server: 2024-99-99", "is not YAML (a date, a number or a tag that is none); quote the value"),
     ],
 )
 def test_what_is_not_a_mapping_in_yaml_is_refused(file: Path, text: str, message: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from native_service import embedded_triton
-from native_service.triton_process import TritonServer
+from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
 
@@ -40,6 +40,19 @@ def test_it_starts_loads_and_stops(server: TritonServer) -> None:
     asyncio.run(scenario())
 
 
+def test_grpc_can_be_a_socket_of_the_file_system(tritonserver: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        install = await embedded_triton.find(tritonserver)
+        path = str(tmp_path / f"triton{SOCKET_SUFFIX}")
+        async with TritonServer(install, tmp_path, shared_memory_prefix="nereid-test-1-", grpc_socket=path) as server:
+            await server.start()
+            assert server.addresses.grpc == f"unix:{path}"
+            assert Path(path).is_socket()
+            assert await server.is_ready()
+
+    asyncio.run(scenario())
+
+
 def test_the_command_line_keeps_everything_on_loopback(server: TritonServer) -> None:
     async def scenario() -> list[str]:
         async with server:
@@ -66,14 +79,32 @@ def test_a_model_that_fails_is_one_short_line_and_the_server_lives(server: Trito
     asyncio.run(scenario())
 
 
-def test_a_load_that_hangs_ends_everything_at_its_deadline(server: TritonServer) -> None:
+def test_the_process_of_a_load_that_hangs_is_killed_at_its_deadline_and_the_server_lives(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            for _ in range(2):
+                with pytest.raises(ModelLoadError, match=r"model 'hangs' did not load within 0\.5 s"):
+                    await server.load("hangs", 0.5)
+            await server.load("fine", 5)
+            await server.unload("fine")
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_nothing_ends_is_not_tried_again(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("native_service.triton_process._LET_GO_S", 0.2)
+
     async def scenario() -> None:
         await server.start()
-        pid = server.pid
-        with pytest.raises(ModelLoadError, match=r"model 'hangs' did not load within 0\.5 s"):
-            await server.load("hangs", 0.5)
-        assert is_gone(pid)
+        with pytest.raises(ModelLoadError, match=r"model 'stuck' did not load within 0\.2 s"):
+            await server.load("stuck", 0.2)
+        with pytest.raises(ModelLoadError, match="an earlier load still hangs; restart the server"):
+            await server.load("stuck", 60)
+        await server.load("fine", 5)
+        started = time.monotonic()
         await server.stop()
+        assert time.monotonic() - started < 2
 
     asyncio.run(scenario())
 

@@ -104,9 +104,13 @@ class FakeRequest:
     def __init__(self, *, cancelled: bool = False, **arrays: Any) -> None:
         self.arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self.cancelled, self.asked = cancelled, 0
+        self.parameters_json = "{}"
 
     def request_id(self) -> str:
         return ""
+
+    def parameters(self) -> str:
+        return self.parameters_json
 
     def is_cancelled(self) -> bool:
         self.asked += 1

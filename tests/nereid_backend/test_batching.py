@@ -12,7 +12,7 @@ from nereid_backend.batching import OutputCheck, Staging, padded_size, split
 from nereid_backend.errors import InvalidArgument, OutputError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
-TOKENS = ["bool", "u8", "i64", "f16", "f32", "bf16"]
+TOKENS = ["bool", "u8", "i64", "f16", "f32", "bf16", "f8_e4m3"]
 
 
 def tensor(name: str, dtype: str, *row_shape: int) -> TensorSpec:
@@ -55,7 +55,7 @@ def test_gathered_rows_split_back_into_the_requests_and_padding_is_zero(
         assert [(b.shape, b.dtype) for b in batch] == [(s.at_batch(total + padding), s.element.numpy) for s in specs]
         assert [bool(np.any(b[total:].astype(np.float32))) for b in batch] == [False] * len(specs)
         assert all(b.flags.c_contiguous for b in batch)
-        got = split(batch, rows)
+        got = split(batch, [0] * len(specs), rows)
         assert [[a.tobytes() for a in r] for r in got] == [[a.tobytes() for a in r] for r in requests]
         assert [[a.shape for a in r] for r in got] == [[a.shape for a in r] for r in requests]
 

@@ -71,14 +71,42 @@ def test_results_stay_the_same_when_the_input_is_overwritten(bundle: tuple[Model
     assert first.tolist() == before
 
 
-@pytest.mark.parametrize("token", [row.token for row in dtypes.TABLE if row.kserve])
-def test_every_wire_dtype_runs_exactly(tmp_path: Path, export: Callable[..., bytes], token: str) -> None:
-    dtype = dtypes.by_token(token).numpy
-    (tmp_path / "model.mlir").write_bytes(export(lambda x: x[::-1], ((5,), dtype)))
-    tensor = TensorSpec("x", token, (5,))
-    array = np.array([0, 1, 1, 0, 1]).astype(dtype)
-    (got,) = StableHloEngine.load(spec((tensor,), (tensor,)), tmp_path).run([array])
-    assert (got.dtype, got.tobytes()) == (dtype, array[::-1].tobytes())
+@pytest.mark.parametrize("row", dtypes.TABLE, ids=lambda row: row.token)
+def test_any_bits_of_every_dtype_pass_a_program_as_input_and_as_weight(
+    tmp_path: Path, export: Callable[..., bytes], row: dtypes.DType
+) -> None:
+    (tmp_path / "model.mlir").write_bytes(export(lambda x, w: (x[::-1], w), *[((64,), row.numpy)] * 2))
+    rng = np.random.default_rng(0)
+    data = [
+        bytes(b & 1 for b in rng.bytes(64)) if row.token == "bool" else rng.bytes(64 * row.size_bytes) for _ in "xw"
+    ]
+    x, w = (np.frombuffer(d, row.numpy) for d in data)
+    weights_files.write(tmp_path / FILE, {"w": w}, {"argument_order": '["w"]'})
+    tensor = TensorSpec("x", row.token, (64,))
+    got = StableHloEngine.load(spec((tensor,), (tensor, tensor), weights=["w"]), tmp_path).run([x])
+    assert [(o.dtype, o.tobytes()) for o in got] == [(row.numpy, x[::-1].tobytes()), (row.numpy, data[1])]
+
+
+def test_every_variant_and_size_shares_one_set_of_weights(
+    tmp_path: Path, export: Callable[..., bytes], rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax
+
+    sizes = [(1, 3), (2, 3), (1, 5)]
+    for n, width in sizes:
+        data = export(lambda x, w: x.sum(1) * w, ((n, width), np.float32), ((), np.float32))
+        (tmp_path / f"{n}x{width}").write_bytes(data)
+    weights_files.write(tmp_path / FILE, {"w": np.array(7, np.float32)}, {"argument_order": '["w"]'})
+    placed: list[Any] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda array, device: placed.append(array) or put(array, device))
+    programs = tuple(Program(f"{n}x{width}", n, (width,)) for n, width in sizes)
+    model = ModelSpec(
+        "m", "stablehlo", "p", (rows("x", "f32", -1),), (rows("y", "f32"),), programs, Weights(FILE, ("w",))
+    )
+    engine = StableHloEngine.load(model, tmp_path)
+    assert [engine.run([np.ones(size, np.float32)])[0].tolist() for size in sizes] == [[21], [21, 21], [35]]
+    assert len(placed) == 1
 
 
 def test_64_bit_integers_are_not_narrowed(tmp_path: Path, export: Callable[..., bytes]) -> None:

@@ -211,7 +211,9 @@ def test_a_scalar_travels_as_a_dimension_of_one(serve: Any, rows: Any, request_o
 
 def test_an_identity_model_gives_every_call_its_own_memory(serve: Any, rows: Any, request_of: Any) -> None:
     """The engine returns its input, which is a buffer that the next run overwrites."""
-    model = serve(lambda b: b, (rows("x", "f32", 2),), (rows("y", "f32", 2),), sizes=(4,), max_batch_size=4)
+    model = serve(
+        lambda b: b, (rows("x", "f32", 2),), (rows("y", "f32", 2),), sizes=(4,), max_batch_size=4, coalesce=True
+    )
     responses = model.execute([request_of(x=np.full((2, 2), n, np.float32)) for n in (1, 2, 3)])
     assert [r.answer for r in responses] == [{"y": [[n, n]] * 2} for n in (1, 2, 3)]
 
@@ -223,7 +225,7 @@ def test_the_engine_never_sees_the_same_memory_as_an_earlier_answer(serve: Any, 
         kept.append(batch[0])
         return [batch[0] + 0]
 
-    model = serve(run, (rows("x", "f32", 1),), (rows("y", "f32", 1),), sizes=(2,), max_batch_size=2)
+    model = serve(run, (rows("x", "f32", 1),), (rows("y", "f32", 1),), sizes=(2,), max_batch_size=2, coalesce=True)
     got = answers(model, *[request_of(x=np.array([[n]], np.float32)) for n in (1, 2)])
     assert (got, len(kept[-1])) == ([{"y": [[1]]}, {"y": [[2]]}], 2)
 
@@ -287,7 +289,7 @@ def test_a_call_of_cancelled_requests_only_runs_nothing(serve: Any, rows: Any, r
 
 
 def test_nobody_is_asked_where_a_run_costs_less_than_the_question(doubler: Any, request_of: Any) -> None:
-    doubler._run_s = 0.0  # a busy machine may have made the warm-up slow
+    doubler._executor.run_s = 0.0  # a busy machine may have made the warm-up slow
     request = request_of(x=np.ones((1, 2), np.float32), cancelled=True)
     assert (answers(doubler, request), request.asked) == ([{"y": [[2, 2]]}], 0)
 

@@ -11,70 +11,19 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from serving import input_tensor
-from tritonclient.grpc import service_pb2
+from fake_engine import write_fake
+from serving import WIRE_DTYPES, answered, input_tensor, random_tensors, raw_infer
 from tritonclient.utils import InferenceServerException
 
-from converters import repository
-from converters.prepared import Prepared
 from nereid_backend import dtypes
 from nereid_backend.errors import ModelLoadError
-from nereid_backend.spec import ModelSpec, Program, TensorSpec
+from nereid_backend.spec import TensorSpec
 
 pytestmark = pytest.mark.triton
-
-WIRE_DTYPES = [row for row in dtypes.TABLE if row.kserve is not None]
-
-# A model.py that serves its spec with an engine defined on the spot.
-FAKE_ENGINE = """
-import sys, time, types
-import numpy as np
-from nereid_backend import engines, dtypes
-from nereid_backend.errors import InvalidArgument
-
-class Engine:
-    @classmethod
-    def load(cls, spec, directory):
-        return cls()
-    def close(self):
-        pass
-    def run(self, inputs):
-        {body}
-
-module = types.ModuleType("fake_engine")
-module.Engine = Engine
-sys.modules["fake_engine"] = module
-engines.ENGINES["fake"] = engines.EngineEntry("fake_engine", "Engine", "numpy", "fake", "made by a test")
-from nereid_backend.model import TritonPythonModel
-"""
-
-
-def write_fake(
-    triton: Any, name: str, body: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], **options: Any
-) -> str:
-    """A model whose engine's ``run`` is ``body``, loaded into the server."""
-    spec = ModelSpec(name, "fake", "fake", inputs, outputs, (Program("none"),), **options)
-    path = repository.write(Prepared(spec, {}), triton.repository, link=False, force=True)
-    (path / "1" / "model.py").write_text(FAKE_ENGINE.format(body=body))
-    return triton.load(name)
 
 
 def rows(name: str, dtype: str, *row_shape: int) -> TensorSpec:
     return TensorSpec(name, dtype, (-1, *row_shape), 0)
-
-
-def raw_infer(address: str, model: str, inputs: dict[str, tuple[str, list[int], bytes]], **call: Any) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=model)
-    for name, (datatype, shape, data) in inputs.items():
-        request.inputs.add(name=name, datatype=datatype, shape=shape)
-        request.raw_input_contents.append(data)
-    with grpc.insecure_channel(address) as channel:
-        infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelInferResponse.FromString,
-        )
-        return infer(request, **call)
 
 
 def infer(client: Any, model: str, output: str, **arrays: np.ndarray) -> np.ndarray:
@@ -103,19 +52,9 @@ def identities(triton: Any) -> str:
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_random_bytes_of_every_dtype_come_back_exactly(triton: Any, identities: str, count: int) -> None:
-    rng = np.random.default_rng(count)
-    sent = {}
-    for row in WIRE_DTYPES:
-        data = rng.bytes(count * 5 * row.size_bytes)
-        if row.token == "bool":
-            data = bytes(b & 1 for b in data)
-        sent[f"in_{row.token}"] = (row.kserve, [count, 5], data)
+    sent = random_tensors(np.random.default_rng(count).bytes, count, 5)
     response = raw_infer(triton.address, identities, sent)
-    got = {
-        o.name: (o.datatype, list(o.shape), d)
-        for o, d in zip(response.outputs, response.raw_output_contents, strict=True)
-    }
-    assert got == {name.replace("in_", "out_"): value for name, value in sent.items()}
+    assert answered(response) == {name.replace("in_", "out_"): value for name, value in sent.items()}
     assert [line for line in triton.printed if "Error" in line] == []
 
 
@@ -318,6 +257,46 @@ def test_a_torchscript_folder_answers_in_contract_order(client: Any, triton: Any
     a, b = np.array([[1, 2]], np.float32), np.array([[10, 20]], np.float32)
     assert infer(client, name, "product", b=b, a=a).tolist() == [[10, 40]]
     assert infer(client, name, "sum", b=b, a=a).tolist() == [[11, 22]]
+
+
+def test_random_bytes_of_every_dtype_survive_onnx_runtime(triton: Any, tmp_path: Path) -> None:
+    from onnx import TensorProto, helper, save
+
+    def port(way: str, row: dtypes.DType) -> Any:
+        kind = {"float": "FLOAT", "double": "DOUBLE"}.get(row.onnx, row.onnx.upper())
+        return helper.make_tensor_value_info(f"{way}_{row.token}", TensorProto.DataType.Value(kind), ["n", 3])
+
+    graph = helper.make_graph(
+        [helper.make_node("Identity", [f"in_{row.token}"], [f"out_{row.token}"]) for row in WIRE_DTYPES],
+        "everything",
+        *[[port(way, row) for row in WIRE_DTYPES] for way in ("in", "out")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    save(model, tmp_path / "everything.onnx")
+    name = triton.add(tmp_path / "everything.onnx")
+    for seed in range(10):
+        sent = random_tensors(np.random.default_rng(seed).bytes, 2, 3)
+        response = raw_infer(triton.address, name, sent)
+        assert answered(response) == {key.replace("in_", "out_"): value for key, value in sent.items()}
+
+
+def test_random_bytes_of_every_dtype_survive_torch(triton: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
+    folder = tmp_path / "echo"
+    folder.mkdir()
+    echo = torch.jit.trace(lambda *x: x, tuple(torch.zeros(2, 3) for _ in WIRE_DTYPES), check_trace=False)
+    torch.jit.save(echo, str(folder / "echo.pt"))
+    blocks = [
+        f'{kind} {{ name: "{way}_{row.token}" data_type: "{row.kserve}" dims: [3] }}'
+        for kind, way in (("input", "in"), ("output", "out"))
+        for row in WIRE_DTYPES
+    ]
+    (folder / "model_inference.textproto").write_text("max_batch_size: 4\n" + "\n".join(blocks))
+    name = triton.add(folder)
+    for seed in range(10):
+        sent = random_tensors(np.random.default_rng(seed).bytes, 2, 3)
+        response = raw_infer(triton.address, name, sent)
+        assert answered(response) == {key.replace("in_", "out_"): value for key, value in sent.items()}
 
 
 def test_a_damaged_artifact_fails_the_load_with_one_short_reason(triton: Any, affine_bundle: Path) -> None:

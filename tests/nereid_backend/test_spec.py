@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up import MANY, altered
 
 from nereid_backend import dtypes
 from nereid_backend.errors import SpecError
@@ -120,6 +121,72 @@ def test_anything_but_a_written_spec_is_refused_with_what_to_do(text: str, words
 def test_made_up_json_raises_nothing_but_spec_errors(text: str) -> None:
     with pytest.raises(SpecError):
         ModelSpec.from_json(text)
+
+
+@MANY
+@given(st.builds(ModelSpec.to_json, specs).map(json.loads).flatmap(altered))
+def test_a_made_up_value_is_a_spec_error_or_one_that_reads_back(raw: dict[str, Any]) -> None:
+    try:
+        got = ModelSpec.from_json(json.dumps(raw))
+    except SpecError:
+        return
+    assert ModelSpec.from_json(got.to_json()) == got
+    assert all(len(got.dims(tensor)) >= 1 for tensor in got.inputs)
+    assert [got.at_variant(variant).name for variant in got.variants] == [got.name] * len(got.variants)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"name": 3}, "name must be of type str, got 3"),
+        ({"max_batch_size": True}, "max_batch_size must be of type int, got True"),
+        ({"max_batch_size": 4.0}, r"max_batch_size must be of type int, got 4\.0"),
+        ({"max_batch_size": -1}, "max_batch_size must be from 0 to 2147483647, got -1"),
+        ({"coalesce": 1}, "coalesce must be of type bool, got 1"),
+        ({"threads": "2"}, "threads must be of type int, got '2'"),
+        ({"weights": {"file": "w", "argument_order": "wb"}}, "weights.argument_order must be a list, got 'wb'"),
+        ({"weights": {"file": "w", "argument_order": [1]}}, r"weights.argument_order\[0\] must be of type str, got 1"),
+        ({"inputs": [{"name": "x", "dtype": "f32", "shape": ["4"]}]}, r"inputs\[0\]\.shape\[0\] must be of type int"),
+        (
+            {"inputs": [{"name": "x", "dtype": "f32", "shape": [-2]}]},
+            "shape of 'x' must be of sizes from -1 to 2147483647",
+        ),
+        (
+            {"inputs": [{"name": "x", "dtype": "f32", "shape": [4], "batch_axis": 1}]},
+            "batch_axis of 'x' must be below 1",
+        ),
+        ({"inputs": [{"name": "x", "dtype": "f32", "shape": [4], "batch_axis": -1}]}, "batch_axis of 'x'"),
+        ({"programs": [{"file": "f", "batch_size": 0}]}, "batch_size of 'f' must be from 1 to 2147483647, got 0"),
+        ({"programs": [{"file": "f", "variant": [3]}]}, "variant of 'f' must be 0 sizes, as of every program"),
+        ({"programs": {}}, "programs must be a list"),
+        ({"inputs": [3]}, r"inputs\[0\] must be an object, got 3"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_found(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        ModelSpec.from_json(changed(**keys))
+
+
+IMAGES = ModelSpec(
+    "m", "e", "p",
+    (TensorSpec("a", "f32", (-1, -1, 3), 0), TensorSpec("b", "f32", (-1, 7, -1), 2)), (),
+    (Program("v0", 4, (5, 6)), Program("v1", 1, (2, 9)), Program("v2", 2, (2, 9))),
+)  # fmt: skip
+
+
+def test_programs_for_some_variable_sizes_only_are_refused() -> None:
+    raw = json.loads(IMAGES.to_json())
+    raw["programs"][1]["variant"] = []
+    with pytest.raises(SpecError, match="variant of 'v1' must be 2 sizes, as of every program"):
+        ModelSpec.from_json(json.dumps(raw))
+
+
+def test_a_variant_alone_has_its_own_programs_and_fixed_axes() -> None:
+    assert IMAGES.variable_axes == ((0, 1), (1, 0))
+    assert IMAGES.variants == ((5, 6), (2, 9))
+    alone = IMAGES.at_variant((2, 9))
+    assert [t.shape for t in alone.inputs] == [(-1, 2, 3), (9, 7, -1)]
+    assert (alone.programs, alone.batch_sizes) == ((Program("v1", 1), Program("v2", 2)), (1, 2))
 
 
 def test_a_missing_spec_is_refused_without_the_servers_path(tmp_path: Path) -> None:

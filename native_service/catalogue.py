@@ -1,0 +1,208 @@
+"""What is served: each public model and the Triton models behind it, and the order in which they come and go.
+
+A model comes: converted beside, moved into Triton's repository, loaded, routed. It goes: routed away, its permits
+waited for, unloaded, removed. Whatever fails on the way, the rest is served as before, and so is the version before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import filecmp
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from native_service.conversion import Converted, Converter, Source
+from native_service.envoy_config import Admitted
+from native_service.front import Front
+from native_service.kserve_grpc import VERSION, ModelControl
+from native_service.run_directory import RunDirectory
+from native_service.settings import Address, ServerSettings
+from native_service.triton_process import TritonServer
+from nereid_backend.errors import NereidError, RepositoryError
+from nereid_backend.spec import ModelSpec
+
+_LOG = logging.getLogger("nereid.models")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model; ``triton_models`` are those behind it in the order in which they load, itself the last.
+
+    It is public unless its source is hidden: then it is there for meta models only.
+    """
+
+    source: Source
+    spec: ModelSpec
+    triton_models: tuple[str, ...]
+
+    @property
+    def admitted(self) -> Admitted:
+        return Admitted(self.spec, self.source.settings.queue_capacity)
+
+
+class Catalogue:
+    """The models of one Triton. One change at a time: callers take turns."""
+
+    def __init__(self, run: RunDirectory, triton: TritonServer, load_timeout_s: float) -> None:
+        self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
+        self._front: Front | None = None
+        self._served: dict[str, ServedModel] = {}
+        self._public: dict[str, Admitted] = {}
+
+    @property
+    def models(self) -> Mapping[str, Admitted]:
+        """What clients may call, by name; it follows what happens."""
+        return MappingProxyType(self._public)
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]:
+        """The specification of everything that is served, hidden models too."""
+        return {name: model.spec for name, model in self._served.items()}
+
+    def callers(self, name: str) -> list[str]:
+        """The meta models that call ``name``."""
+        return [caller for caller, model in self._served.items() if name in (model.source.calls or ())]
+
+    async def open(self, front: Front, server: ServerSettings, control: ModelControl | None) -> Address:
+        """Open the public address for what has been loaded; ``front`` is told of every change from then on."""
+        address = await front.start(self._admitted(self._served), server, control)
+        self._front = front
+        return address
+
+    async def stage(self, source: Source, converter: Converter, callees: Mapping[str, ModelSpec]) -> Converted:
+        """Convert ``source``, which may call ``callees``, beside the repository.
+
+        Raises BundleError; nothing is left then.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        try:
+            return await converter.convert(source, folder, callees)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    async def discard(self, staged: Converted) -> None:
+        """Remove what ``stage`` made and nobody wants."""
+        await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
+
+    async def put(self, source: Source, staged: Converted) -> None:
+        """Serve ``staged`` under the name of ``source``, instead of what is served under it; its folder is used up.
+
+        Raises NereidError; then everything is as it was.
+        """
+        name, before = source.name, staged.folder.with_name(f"{staged.folder.name}-before")
+        old = self._served.get(name)
+        new = ServedModel(source, staged.spec, staged.triton_models)
+        try:
+            before.mkdir()
+            await self._bring(new, old, staged.folder, before)
+            gone = [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
+            self._set({**self._served, name: new})
+            await self._drop(gone)
+        finally:
+            for folder in (staged.folder, before):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def remove(self, name: str) -> None:
+        """Serve ``name`` no longer. Raises NereidError when it could not be routed away; then it is served as before.
+
+        Calls in progress are answered.
+        """
+        left = {key: model for key, model in self._served.items() if key != name}
+        await self._publish(left)
+        gone = self._served[name].triton_models
+        self._set(left)
+        await self._drop(gone)
+
+    def _set(self, served: dict[str, ServedModel]) -> None:
+        self._served = served
+        self._public.clear()
+        self._public.update((model.spec.name, model.admitted) for model in served.values() if not model.source.hidden)
+
+    async def _bring(self, new: ServedModel, old: ServedModel | None, fresh: Path, before: Path) -> None:
+        """Load ``new`` from ``fresh`` and route to it; the directories it replaces end in ``before``."""
+        repository, owned = self._run.repository, old.triton_models if old else ()
+        for model in new.triton_models:
+            if model not in owned and (repository / model).exists():
+                raise RepositoryError(f"model {new.spec.name!r} needs the name {model!r}, which is served; rename one")
+        same = new.triton_models == owned and await asyncio.to_thread(_are_same, fresh, repository, owned)
+        moved: list[str] = []
+        loaded: list[str] = []
+        try:
+            for model in new.triton_models:
+                if not same:
+                    moved.append(model)
+                    _move(repository / model, before / model)
+                    _move(fresh / model, repository / model)
+                await self._triton.load(model, self._load_timeout_s)
+                loaded.append(model)
+            await self._publish({**self._served, new.spec.name: new})
+        except NereidError:
+            for model in moved:
+                _move(repository / model, fresh / model)
+                _move(before / model, repository / model)
+                # A load that failed has changed nothing in Triton.
+                if model in loaded or model not in owned:
+                    await self._bring_back(model, was_there=model in owned)
+            raise
+
+    async def _bring_back(self, model: str, *, was_there: bool) -> None:
+        """Undo a load that went well in a change that did not."""
+        try:
+            if was_there:
+                # Triton takes a directory for changed only when something in it is newer than before.
+                os.utime(self._run.repository / model / VERSION)
+                await self._triton.load(model, self._load_timeout_s)
+            else:
+                await self._triton.unload(model)
+        except NereidError as error:
+            _LOG.error("model %r could not be brought back: %s", model, error)
+
+    async def _drop(self, models: Sequence[str]) -> None:
+        for model in reversed(models):
+            try:
+                await self._triton.unload(model)
+            except NereidError as error:
+                _LOG.warning("%s; nobody can reach it", error)
+            await asyncio.to_thread(shutil.rmtree, self._run.repository / model, ignore_errors=True)
+
+    async def _publish(self, served: Mapping[str, ServedModel]) -> None:
+        # Before the address is open there is nobody to tell.
+        if self._front is not None and self._admitted(served) != self._admitted(self._served):
+            await self._front.set_models(self._admitted(served))
+
+    @staticmethod
+    def _admitted(served: Mapping[str, ServedModel]) -> list[Admitted]:
+        return [model.admitted for model in served.values() if not model.source.hidden]
+
+
+def _move(path: Path, target: Path) -> None:
+    """Rename ``path`` if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(target)
+
+
+def _are_same(fresh: Path, repository: Path, models: Sequence[str]) -> bool:
+    """Whether the directories ``models`` hold the same bytes in both folders."""
+    return all(_same_files(fresh / model, repository / model) for model in models)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    names = _files(one)
+    return names == _files(other) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
+
+
+def _files(folder: Path) -> set[str]:
+    # Python leaves its bytecode beside model.py once it runs.
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }

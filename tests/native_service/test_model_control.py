@@ -1,0 +1,271 @@
+"""What is decided about models that come and go; Triton, the front and the converter are fakes, the folder is real."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from native_service import settings, watch
+from native_service.catalogue import Catalogue
+from native_service.conversion import Converted, Source
+from native_service.model_control import ModelControl
+from native_service.settings import ModelSettings
+from nereid_backend.errors import BundleError, ModelLoadError, NereidError, NotFound, TritonUnavailable
+from nereid_backend.spec import ModelSpec
+
+
+class FakeTriton:
+    """Serves the text in a model's directory; ``bad`` cannot be loaded. ``away`` answers nothing."""
+
+    def __init__(self, repository: Path) -> None:
+        self._repository = repository
+        self.serves: dict[str, str] = {}
+        self.loads = 0
+        self.away = False
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def load(self, model: str, _timeout_s: float) -> None:
+        self.loads += 1
+        await self.may_load.wait()
+        if self.away:
+            raise TritonUnavailable("no such luck")
+        text = (self._repository / model / "text").read_text()
+        if text == "bad":
+            raise ModelLoadError(f"model {model!r} could not be loaded: bad")
+        self.serves[model] = text
+
+    async def unload(self, model: str) -> None:
+        self.serves.pop(model, None)  # of a name it does not know nothing is said
+
+
+class FakeConverter:
+    """A model is a file of text; ``wrong`` cannot be converted, ``restless`` changes while it is read."""
+
+    async def __aenter__(self) -> FakeConverter:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def sources(self, its: Any) -> tuple[list[Source], list[str]]:
+        folder = its.server.folder
+        of_folder = [ModelSettings(name=path.name, device="cpu", queue_capacity=1) for path in sorted(folder.iterdir())]
+        models = its.models or of_folder
+        return [Source(folder / m.name, m) for m in models if (folder / m.name).exists()], []
+
+    async def convert(self, source: Source, folder: Path, *_: Any) -> Converted:
+        text = source.path.read_text()
+        if text == "wrong":
+            raise BundleError("manifest.yaml: outputs are missing")
+        if text == "restless":
+            source.path.write_text("calm")
+        (folder / source.name).mkdir()
+        (folder / source.name / "text").write_text(text)
+        return Converted(ModelSpec(source.name, "fake", "fake", (), (), ()), folder)
+
+
+class Controlled:
+    def __init__(self, folder: Path, front: Any, its: settings.Settings) -> None:
+        repository, staging = folder / "repository", folder / "staging"
+        for each in (repository, staging):
+            each.mkdir()
+        run: Any = SimpleNamespace(repository=repository, staging=staging)
+        self.triton: Any = FakeTriton(repository)
+        self.catalogue = Catalogue(run, self.triton, 1)
+        converter: Any = FakeConverter
+        self.control = ModelControl(its, self.catalogue, converter, lenient=True)
+        self.front = front
+
+    async def start(self) -> None:
+        await self.control.load_converted(await self.control.convert())
+        nothing: Any = None
+        await self.catalogue.open(self.front, nothing, None)
+
+    async def until(self, serves: dict[str, str]) -> None:
+        async with asyncio.timeout(20):
+            while self.triton.serves != serves or sorted(self.front.models) != sorted(serves):
+                await asyncio.sleep(0.01)
+
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def run(tmp_path: Path, models: Path, front: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a scenario on a started control that follows the folder."""
+    monkeypatch.setattr(watch, "_SETTLE_S", 0.2)
+    monkeypatch.setattr(watch, "_LOOK_MS", 200)
+
+    def run(scenario: Callable[[Controlled], Awaitable[None]], reread: Any = None) -> None:
+        async def inside() -> None:
+            its = reread() if reread else settings.for_folder(models)
+            controlled = Controlled(tmp_path, front, its)
+            await controlled.start()
+            following = asyncio.create_task(controlled.control.follow(reread))
+            try:
+                await scenario(controlled)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+                await controlled.control.stop()
+
+        asyncio.run(inside())
+
+    return run
+
+
+def test_what_is_unloaded_by_name_stays_away_until_it_is_loaded_by_name(models: Path, run: Run) -> None:
+    (models / "a").write_text("1")
+    (models / "b").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        await controlled.until({"a": "1", "b": "1"})
+        await controlled.control.unload("a")
+        (models / "a").write_text("2")
+        (models / "b").write_text("2")
+        await controlled.until({"b": "2"})
+        await controlled.control.load("a")
+        await controlled.until({"a": "2", "b": "2"})
+        await controlled.control.unload("a")
+        (models / "a").unlink()
+        await asyncio.sleep(1)
+        (models / "a").write_text("3")
+        await controlled.until({"a": "3", "b": "2"})
+        for name in ("nobody", "../models/a", ""):
+            with pytest.raises(NotFound):
+                await controlled.control.load(name)
+            with pytest.raises(NotFound):
+                await controlled.control.unload(name)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("bad", ["wrong", "bad"])
+def test_a_bad_version_is_told_once_and_the_one_before_serves(
+    models: Path, run: Run, caplog: pytest.LogCaptureFixture, bad: str
+) -> None:
+    (models / "a").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        (models / "a").write_text(bad)
+        (models / "new").write_text(bad)
+        async with asyncio.timeout(20):
+            while len(complaints(caplog)) < 2:
+                await asyncio.sleep(0.01)
+        loads = controlled.triton.loads
+        await asyncio.sleep(1)
+        assert (controlled.triton.serves, controlled.triton.loads) == ({"a": "1"}, loads)
+        assert [line.rpartition("; ")[2] for line in complaints(caplog)] == [
+            "the version before goes on serving", "it is not served",
+        ]  # fmt: skip
+        for name in ("a", "new"):
+            (models / name).write_text("2")
+        await controlled.until({"a": "2", "new": "2"})
+
+    run(scenario)
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+
+def test_a_change_that_no_model_is_to_blame_for_is_tried_again(models: Path, run: Run) -> None:
+    (models / "a").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        controlled.triton.away = True
+        (models / "a").write_text("2")
+        async with asyncio.timeout(20):
+            while controlled.triton.loads < 3:
+                await asyncio.sleep(0.01)
+        controlled.triton.away = False
+        await controlled.until({"a": "2"})
+        controlled.front.refuses = True
+        (models / "a").unlink()
+        await asyncio.sleep(1)
+        assert controlled.triton.serves == {"a": "2"}
+        controlled.front.refuses = False
+        await controlled.until({})
+
+    run(scenario)
+
+
+def test_a_model_that_changes_while_it_is_read_is_read_again(models: Path, run: Run) -> None:
+    async def scenario(controlled: Controlled) -> None:
+        (models / "a").write_text("restless")
+        await controlled.until({"a": "calm"})
+
+    run(scenario)
+
+
+def test_the_list_of_the_settings_is_followed(models: Path, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "nereid.yaml"
+
+    def write(**capacities: int) -> None:
+        rows = "".join(f"  - {{name: {n}, device: cpu, queue_capacity: {c}}}\n" for n, c in capacities.items())
+        file.write_text(f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{rows}")
+
+    for name in ("a", "b", "unlisted"):
+        (models / name).write_text("1")
+    write(a=1, later=1)
+
+    async def scenario(controlled: Controlled) -> None:
+        await controlled.until({"a": "1"})
+        (models / "later").write_text("1")
+        await controlled.until({"a": "1", "later": "1"})
+        file.write_text("models: [")
+        await asyncio.sleep(0.5)
+        assert controlled.triton.serves == {"a": "1", "later": "1"}
+        write(b=1, later=7)
+        await controlled.until({"b": "1", "later": "1"})
+        async with asyncio.timeout(20):
+            while controlled.front.models["later"] != 7:
+                await asyncio.sleep(0.01)
+
+    run(scenario, lambda: settings.load(file))
+
+
+def test_only_so_many_changes_may_wait(models: Path, run: Run) -> None:
+    (models / "a").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        controlled.triton.may_load.clear()
+        loads = [asyncio.create_task(controlled.control.load("a")) for _ in range(30)]
+        await asyncio.sleep(0.2)
+        refused = [load.exception() for load in loads if load.done()]
+        assert 10 <= len(refused) < 30
+        assert {error.code for error in refused if isinstance(error, NereidError)} == {"RESOURCE_EXHAUSTED"}
+        loads[0].cancel()  # whoever asked has gone; what was begun goes on
+        controlled.triton.may_load.set()
+        outcomes = await asyncio.gather(*loads, return_exceptions=True)
+        assert isinstance(outcomes[0], asyncio.CancelledError)
+        assert outcomes.count(None) == 30 - len(refused) - 1
+
+    run(scenario)
+
+
+def test_the_end_does_not_wait_for_a_change(models: Path, run: Run) -> None:
+    (models / "a").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        controlled.triton.may_load.clear()
+        load = asyncio.create_task(controlled.control.load("a"))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(controlled.control.stop(), 5)
+        with pytest.raises(asyncio.CancelledError):
+            await load
+
+    run(scenario)
