@@ -18,7 +18,7 @@ from nereid_backend.errors import BundleError
 
 FILE = "model.onnx"
 # Relative to a value, and to the median of all: float32 rounds at 1e-7, a tree that went the other way shows.
-_TOLERANCE = 1e-5
+TOLERANCE = 1e-5
 _BATCH = "batch"
 
 
@@ -63,6 +63,15 @@ def artifact(
         shape.dim.add(dim_param=_BATCH)
         for size in shapes[name]:
             shape.dim.add(dim_value=size)
+    return as_declared(model, list(outputs.values()), notes)
+
+
+def as_declared(model: Any, outputs: Sequence[str], notes: Sequence[str]) -> Artifact:
+    """A converted ``onnx.ModelProto`` as an Artifact, its ``outputs`` in that order."""
+    by_name = {output.name: output for output in model.graph.output}
+    ordered = [by_name[name] for name in outputs]
+    del model.graph.output[:]
+    model.graph.output.extend(ordered)
     data = model.SerializeToString()
     inputs, found = ports(session_of(model))
     files = {FILE: lambda target: _write(target, data)}
@@ -70,41 +79,47 @@ def artifact(
 
 
 def compare(
-    session: Any, rows: Array, expected: Mapping[str, Array], source: str, scores: Array | None = None
+    session: Any,
+    feed: Mapping[str, Array],
+    expected: Mapping[str, Array],
+    source: str,
+    scores: Array | None = None,
+    tolerance: float = TOLERANCE,
 ) -> dict[str, tuple[int, ...]]:
-    """Raise BundleError unless ``session`` gives what the source does on ``rows``; the shape of a row of each result.
+    """Raise BundleError unless ``session`` gives what the source does on ``feed``; the shape of a row of each result.
 
     ``expected`` is the source's own result by the graph's output names. Whole numbers (labels) must be equal, except
     where the source's two best ``scores`` ([n, classes], or [n] around zero) are equal but for rounding.
     """
-    feed = {session.get_inputs()[0].name: rows}
-    got = dict(zip(expected, session.run(list(expected), feed), strict=True))
-    tied = np.zeros(len(rows), bool) if scores is None else _ties(scores)
-    shapes = {name: np.shape(result)[1:] for name, result in got.items()}
+    got = dict(zip(expected, session.run(list(expected), dict(feed)), strict=True))
     for name, want in expected.items():
         have = np.asarray(got[name])
-        if have.size != want.size or len(have) != len(rows):
+        if have.size != want.size or have.shape[:1] != want.shape[:1]:
             raise BundleError(
                 f"the ONNX graph gives {name!r} of shape {list(have.shape)} where {source} gives {list(want.shape)}; "
                 "nothing was written"
             )
-        have, want = have.reshape(len(rows), -1), want.reshape(len(rows), -1)
-        if want.dtype.kind in "biu" or want.dtype.kind in "OUS":
-            wrong = (have != want).any(axis=1) & ~tied
-            most = ""
+        have, want = (array.reshape(want.shape[0] if want.ndim else 1, -1) for array in (have, want))
+        if want.dtype.kind == "f":
+            wrong, most = _far_apart(have.astype(np.float64), want.astype(np.float64), tolerance)
         else:
-            have, want = have.astype(np.float64), want.astype(np.float64)
-            finite = np.abs(want[np.isfinite(want)])
-            scale = np.median(finite) if finite.size else 0.0
-            close = np.isclose(have, want, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
-            wrong = ~close.all(axis=1)
-            most = f", by up to {np.nanmax(np.abs(have - want)[wrong], initial=0):.3g}"
+            wrong, most = (have != want).any(axis=1), ""
+            if scores is not None:
+                wrong &= ~_ties(scores)
         if wrong.any():
             raise BundleError(
-                f"the converted {name!r} differs from what {source} predicts on {int(wrong.sum())} of {len(rows)} "
+                f"the converted {name!r} differs from what {source} predicts on {int(wrong.sum())} of {len(want)} "
                 f"sample rows{most}; nothing was written: its converter does not represent this model exactly"
             )
-    return shapes
+    return {name: np.shape(result)[1:] for name, result in got.items()}
+
+
+def _far_apart(have: Array, want: Array, tolerance: float) -> tuple[Array, str]:
+    """[rows] whether a row of ``have`` differs, and by how much the worst does, in words."""
+    finite = np.abs(want[np.isfinite(want)])
+    scale = np.median(finite) if finite.size else 0.0
+    wrong = ~np.isclose(have, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True).all(axis=1)
+    return wrong, f", by up to {np.nanmax(np.abs(have - want)[wrong], initial=0):.3g}"
 
 
 def _ties(scores: Array) -> Array:
@@ -112,7 +127,7 @@ def _ties(scores: Array) -> Array:
     if scores.ndim == 1:
         scores = np.stack([scores, -scores], axis=1)
     best = np.sort(scores.astype(np.float64), axis=1)[:, -2:]
-    tied: Array = best[:, 1] - best[:, 0] <= _TOLERANCE * np.abs(best).max(initial=1e-30)
+    tied: Array = best[:, 1] - best[:, 0] <= TOLERANCE * np.abs(best).max(initial=1e-30)
     return tied
 
 

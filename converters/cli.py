@@ -15,6 +15,7 @@ import click
 from nereid_backend.errors import NereidError, short_repr
 
 DEFAULT_OUTPUT = Path("triton_models")
+DEFAULT_SIGNATURE = "serving_default"
 
 
 @click.command(name="convert")
@@ -27,7 +28,8 @@ DEFAULT_OUTPUT = Path("triton_models")
 @click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare file with a symbolic first axis.")
 @click.option("--batch-sizes", type=click.Choice(["all", "largest"]), default="all", show_default=True,
               help="Which compiled batch sizes of a bundle to serve.")  # fmt: skip
-@click.option("--allow-code", is_flag=True, help="Open files that run code of their own: .pt2, pickles.")
+@click.option("--signature", default=DEFAULT_SIGNATURE, show_default=True, help="Of a TensorFlow SavedModel.")
+@click.option("--allow-code", is_flag=True, help="Open files that run code while read: .pt2, pickles, SavedModels.")
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
 def command(
@@ -38,6 +40,7 @@ def command(
     backend: str | None,
     max_batch_size: int | None,
     batch_sizes: str,
+    signature: str,
     allow_code: bool,
     link: bool,
     force: bool,
@@ -63,6 +66,7 @@ def command(
         "backend": backend,
         "max_batch_size": max_batch_size,
         "batch_sizes": batch_sizes,
+        "signature": signature,
         "allow_code": allow_code,
         "link": link,
         "force": force,

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from converters import bundle, discover, folder, kinds, meta, repository
+from converters import bundle, discover, folder, kinds, meta, repository, saved_model
 from converters.artifact import serve_as_is
 from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
+from converters.saved_model import DEFAULT_SIGNATURE
 from nereid_backend.engines import engine_class, parse_device
 from nereid_backend.errors import BundleError
 from nereid_backend.spec import ModelSpec
@@ -33,6 +34,7 @@ def prepare(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
     callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
@@ -53,11 +55,16 @@ def prepare(
         raise BundleError("batch sizes can be chosen for bundles only; this model is none")
     if is_bundle:
         return bundle.read(source, name, device, batch_sizes, callees)
+    if signature != DEFAULT_SIGNATURE and not (source / saved_model.FILE).exists():
+        raise BundleError(
+            f"signature {signature!r} belongs to a TensorFlow SavedModel, this model is none; leave it out"
+        )
+    opening = kinds.Opening(device, allow_code, signature)
     if source.is_dir():
-        return folder.read(source, name, device, backend, allow_code=allow_code)
+        return folder.read(source, name, opening, backend)
     if (kind := kinds.kind_of(source)) is None:
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
-    artifact = kinds.read(kind, source, kinds.Opening(device, allow_code))
+    artifact = kinds.read(kind, source, opening)
     return serve_as_is(artifact, name, device, max_batch_size)
 
 
@@ -77,6 +84,7 @@ def convert(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
     callees: Mapping[str, ModelSpec] | None = None,
     link: bool = False,
@@ -95,6 +103,7 @@ def convert(
         backend=backend,
         max_batch_size=max_batch_size,
         batch_sizes=batch_sizes,
+        signature=signature,
         allow_code=allow_code,
         callees=callees,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from converters import contract as contracts
-from converters import kinds
+from converters import kinds, saved_model
 from converters.artifact import serve_under
 from converters.contract import CONTRACT_FILE
 from converters.kinds import FileKind, Opening, file_kinds
@@ -41,7 +41,7 @@ def detectors() -> dict[str, tuple[Callable[[Path], bool], str]]:
         **files,
         "python": (_has("main.py", "requirements.txt"), "main.py and requirements.txt"),
         "tensorflow": (
-            _has(CONTRACT_FILE, "saved_model.pb", "variables"),
+            _has(CONTRACT_FILE, saved_model.FILE, "variables"),
             f"{CONTRACT_FILE}, saved_model.pb and variables/",
         ),
         "cpp": (_has_cpp, f"{CONTRACT_FILE} and main.cpp, build.sh or model"),
@@ -69,19 +69,23 @@ def detect(folder: Path, backend: str | None = None) -> str:
     return found[0]
 
 
-def read(folder: Path, name: str, device: str, backend: str | None, *, allow_code: bool = False) -> Prepared:
+def read(folder: Path, name: str, opening: Opening, backend: str | None) -> Prepared:
     """Read a nereid folder. Raises BundleError subclasses, EngineMissing."""
     found = detect(folder, backend)
     if found == "python":
         raise BundleError("script folders (main.py) are not supported by this version; torch and onnx folders are")
     kind = next((kind for kind in file_kinds() if kind.name == found), None)
-    if kind is None:
+    if kind is None and found != "tensorflow":
         raise BundleError(f"{found} folders are not supported; export the model as .onnx or as a StableHLO bundle")
     contract = contracts.read(folder / CONTRACT_FILE)
     if not contract.inputs:
         raise BundleError(f"{CONTRACT_FILE}: a {found} model needs a declared input")
-    artifact = kinds.read(kind, _only_file(folder, kind), Opening(device, allow_code))
-    return serve_under(artifact, name, device, contract)
+    if kind is None:
+        kinds.ask_for_code(saved_model.FILE, "TensorFlow runs it while it is converted", opening)
+        artifact = saved_model.read(folder, opening.signature)
+    else:
+        artifact = kinds.read(kind, _only_file(folder, kind), opening)
+    return serve_under(artifact, name, opening.device, contract)
 
 
 def _only_file(folder: Path, kind: FileKind) -> Path:

@@ -11,16 +11,18 @@ from pathlib import Path
 
 from converters import graph, jax_files, sklearn_files, torch_files, xgboost_files
 from converters.artifact import Artifact
+from converters.saved_model import DEFAULT_SIGNATURE
 from nereid_backend.engines import installed_engines
 from nereid_backend.errors import BundleError
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a file is opened: for which device, and whether code in it may run."""
+    """How a file is opened: for which device, whether code in it may run, and which signature of a SavedModel."""
 
     device: str
     allow_code: bool = False
+    signature: str = DEFAULT_SIGNATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,18 @@ def stem(path: Path) -> str:
 
 def read(kind: FileKind, path: Path, opening: Opening) -> Artifact:
     """Read a file of a kind. Raises BundleError when it would run code that nobody has allowed."""
-    if kind.runs_code is not None and not opening.allow_code:
+    if kind.runs_code is not None:
+        ask_for_code(path.name, kind.runs_code, opening)
+    return kind.read(path, opening)
+
+
+def ask_for_code(name: str, what: str, opening: Opening) -> None:
+    """Raise BundleError unless code in the model may run."""
+    if not opening.allow_code:
         raise BundleError(
-            f"{path.name}: {kind.runs_code}; if you trust it, convert with --allow-code (in nereid.yaml: options: "
+            f"{name}: {what}; if you trust it, convert with --allow-code (in nereid.yaml: options: "
             "{allow_code: true})"
         )
-    return kind.read(path, opening)
 
 
 def _of_engine(path: Path, name: str) -> Artifact:

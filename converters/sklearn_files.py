@@ -87,7 +87,7 @@ def _convert(model: Any, name: str, notes: list[str]) -> Artifact:
                 graph = _to_onnx(skl2onnx, model, features, dtype)
                 outputs, expected = _predictions(model, graph, rows, name)
                 session, source = by_onnx.session_of(graph), type(_last(model)).__name__
-                shapes = by_onnx.compare(session, rows, expected, source, _scores(model, rows))
+                shapes = by_onnx.compare(session, {_INPUT: rows}, expected, source, _scores(model, rows))
             except BundleError as error:
                 problems.append(error)
                 continue

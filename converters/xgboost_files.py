@@ -68,7 +68,7 @@ def read(path: Path) -> Artifact:
     rows = _rows(trees, booster.num_features())
     session = by_onnx.session_of(model)
     expected = _predictions(xgboost, booster, used, objective, rows, session)
-    shapes = by_onnx.compare(session, rows, expected, f"XGBoost ({objective})", expected.get("probabilities"))
+    shapes = by_onnx.compare(session, {_INPUT: rows}, expected, f"XGBoost ({objective})", expected.get("probabilities"))
     notes.append(f"agrees with XGBoost on {len(rows)} sample rows, at thresholds and with missing values")
     names = {"probabilities": "probabilities", "label": "label"} if "label" in expected else {"variable": "output"}
     return by_onnx.artifact(model, names, shapes, notes)

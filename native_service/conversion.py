@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 from pydantic import ValidationError
 
 from native_service import processes
-from native_service.settings import DEFAULT_CAPACITY, DEFAULT_SIGNATURE, ModelSettings, Settings
+from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
 from nereid_backend.errors import BundleError, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -113,11 +113,6 @@ class Converter:
         ``callees`` are the contracts of what a meta model calls, by name.
         """
         model = source.settings
-        if model.signature != DEFAULT_SIGNATURE:
-            raise BundleError(
-                f"signature {model.signature!r} belongs to a TensorFlow SavedModel, which this version does not serve; "
-                "remove the key"
-            )
         answer = await self._ask(
             {
                 "do": "convert",
@@ -127,6 +122,7 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "signature": model.signature,
                 "allow_code": model.options.allow_code,
                 "batch_sizes": model.options.batch_sizes,
                 "callees": {name: spec.to_json() for name, spec in callees.items()},
@@ -255,6 +251,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
         batch_sizes=request["batch_sizes"],
+        signature=request["signature"],
         allow_code=request["allow_code"],
         callees={name: ModelSpec.from_json(text) for name, text in request["callees"].items()},
         link=request["link"],

@@ -10,6 +10,8 @@ from typing import Any
 from nereid_backend.engines.torch_engine import TorchEngine, last_line
 from nereid_backend.errors import SignatureError
 
+_NUMBERS = ("int", "float", "bool", "number")
+
 
 class TorchScriptEngine(TorchEngine):
     """One ScriptModule."""
@@ -29,5 +31,22 @@ class TorchScriptEngine(TorchEngine):
                 f"{path.name}: is not a TorchScript file that torch {torch.__version__} can load "
                 f"({last_line(error)}); save it with torch.jit.save"
             ) from error
-        call: Callable[..., Any] = module.eval()
+        return _with_numbers(module.eval())
+
+
+def _with_numbers(module: Any) -> Callable[..., Any]:
+    """``module`` with tensors of one value where its ``forward`` takes a plain number."""
+    call: Callable[..., Any] = module
+    schema = getattr(getattr(module, "forward", None), "schema", None)
+    arguments = [] if schema is None else schema.arguments[1:]  # the first is the module itself
+    numbers = {index: a.name for index, a in enumerate(arguments) if str(a.type) in _NUMBERS}
+    if not numbers:
         return call
+
+    def call_with_numbers(*tensors: Any) -> Any:
+        for index, name in numbers.items():
+            if index < len(tensors) and tensors[index].numel() != 1:
+                raise ValueError(f"argument {name!r} is a number, got shape {list(tensors[index].shape)}")
+        return call(*(t.item() if index in numbers else t for index, t in enumerate(tensors)))
+
+    return call_with_numbers

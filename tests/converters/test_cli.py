@@ -78,6 +78,7 @@ def test_wrong_usage_exits_with_2(add_one: Path, arguments: tuple[str, ...], wor
         ("folder", (), "the folder is neither a bundle (manifest.yaml) nor a nereid folder"),
         ("text", (), "is a file; give a bundle, a nereid folder or a model file (.pt, .onnx, "),
         ("manifest", (), "manifest.yaml line 1: is not YAML (the value is no timestamp, quote it); correct the line"),
+        ("torch", ("--signature", "f"), "signature 'f' belongs to a TensorFlow SavedModel, this model is none"),
         ("torch", ("--max-batch-size", "4"), "--max-batch-size applies to a bare file"),
         ("torch", ("--backend", "onnx"), "backend 'onnx' was asked for"),
         ("folder", ("--device", "metal"), "unknown device 'metal'; use cpu, cuda or cuda:<index>"),
