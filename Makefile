@@ -56,7 +56,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[jax,torch,onnx,serve,demo,dev]'
+	$(PIP) --editable '.[jax,torch,onnx,xgboost,sklearn,serve,demo,dev]'
 	touch $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv

@@ -7,7 +7,7 @@ from pathlib import Path
 from converters import manifest as manifests
 from converters.contract import CONTRACT_FILE
 from converters.folder import detectors
-from converters.kinds import kind_of
+from converters.kinds import FILE_KINDS
 from converters.manifest import MANIFEST_FILE
 from nereid_backend.errors import ManifestError
 
@@ -18,8 +18,7 @@ def is_model(path: Path) -> bool:
     A folder with a contract and nothing to run counts: it is a mistake to be told, not something to pass over.
     """
     if path.is_file():
-        kind = kind_of(path)
-        return kind is not None and kind.stands_alone
+        return any(kind.stands_alone and kind.matches(path) for kind in FILE_KINDS)
     marked = (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists()
     return marked or any(matches(path) for matches, _ in detectors().values())
 
