@@ -33,10 +33,10 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 thorough: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
 
+BENCHES := $(addprefix bench/,overhead front live_models coalescing engine_call weights second_start memory) endings
+
 bench: $(VENV)/.test
-	$(BIN)/python tests/bench/overhead.py
-	$(BIN)/python tests/bench/front.py
-	$(BIN)/python tests/bench/coalescing.py
+	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

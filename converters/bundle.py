@@ -59,7 +59,7 @@ def read(
         return meta.read(directory, name, manifest, callees)
     _refuse_unsupported(hooks)
     files = find_modules(directory, manifest, batch_sizes)
-    weights = bundle_weights.read(directory / manifest.weights_file)
+    weights, notes = bundle_weights.in_use(directory, manifest.weights_file)
     modules = [stablehlo.read_module(file.path) for file in files]
     outputs = tuple(tensor.spec() for tensor in manifest.executable_outputs)
     for file, module in zip(files, modules, strict=True):
@@ -91,7 +91,9 @@ def read(
     spec = replace(spec, programs=tuple(programs))
     sources: dict[str, Source] = {file.path.name: file.path for file in files}
     sources[DEFAULT_WEIGHTS_FILE] = weights.writer() if weights.needs_transpose else weights.path
-    prepared = Prepared(spec, sources, () if first or not batched else (_SIDEWAYS,))
+    if batched and not first:
+        notes = (*notes, _SIDEWAYS)
+    prepared = Prepared(spec, sources, notes)
     return _with_rows_checked(prepared) if batched else prepared
 
 
@@ -120,7 +122,8 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
         return prepared
     spec = replace(prepared.spec, coalesce=False, max_batch_size=0)
     which = f"variant {list(variant)}: " if variant else ""
-    return Prepared(spec, prepared.files, (rows.kept_apart(spec, f"{which}{problem}"),))
+    others = [note for note in prepared.notes if note != _SIDEWAYS]
+    return Prepared(spec, prepared.files, (*others, rows.kept_apart(spec, f"{which}{problem}")))
 
 
 def _dependence(spec: ModelSpec, directory: Path) -> str | None:
@@ -128,7 +131,8 @@ def _dependence(spec: ModelSpec, directory: Path) -> str | None:
     if size is None:
         return None
     # On the CPU: a bundle may be converted on another machine than it is served on.
-    engine = engine_class(spec.engine).load(replace(spec, device="cpu"), directory)
+    tried = tuple(program for program in spec.programs if program.batch_size in (1, size))
+    engine = engine_class(spec.engine).load(replace(spec, device="cpu", programs=tried), directory)
     try:
         return rows.dependence(engine, spec, size, spec.outputs)
     finally:

@@ -1,12 +1,14 @@
-"""The command ``nereid-convert`` (and ``nereid convert``).
+"""The commands ``nereid-convert`` (and ``nereid convert``) and ``nereid migrate``.
 
-Exit codes: 0 every model was written, 1 at least one was not (the others are), 2 wrong usage.
+Exit codes: 0 every model was done, 1 at least one was not (the others are), 2 wrong usage.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from nereid_backend.errors import NereidError, short_repr
 
 DEFAULT_OUTPUT = Path("triton_models")
 DEFAULT_SIGNATURE = "serving_default"
+ISOLATED = "isolated"
+"""As click's ``obj``: nothing but the command runs in this process, and a child of its own may do the work."""
 
 
 @click.command(name="convert")
@@ -71,9 +75,88 @@ def command(
         "link": link,
         "force": force,
     }
-    converted = [_convert(source, output, options) for source in found]
-    if not all(converted):
+    if not all(_each(found, lambda source: _convert(source, output, options))):
         sys.exit(1)
+
+
+@click.command(name="migrate")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="BUNDLE...")
+@click.option("--copy/--replace", "copy", default=None,
+              help="Keep the original weights beside the new ones, or put the new ones in their place.")  # fmt: skip
+def migrate(sources: tuple[Path, ...], copy: bool | None) -> None:
+    """Bring the weights of bundles from the legacy layout to program order.
+
+    A folder stands for the bundles directly below it. Every tensor is compared before a file is given up, and a bundle
+    loads at every moment, also after a kill; run the command again to finish.
+    """
+    if copy is None:
+        raise click.UsageError("choose --copy or --replace")
+    signal.signal(signal.SIGTERM, _leave)
+    migrated = [_migrate(source, copy=copy) for given in sources for source in _found(given)]
+    if not all(migrated):
+        sys.exit(1)
+
+
+def _migrate(source: Path, *, copy: bool) -> bool:
+    """Migrate one bundle and say so in one line; whether it worked."""
+    from converters import migrate as migration
+
+    try:
+        done = migration.migrate(source, replace=not copy)
+    except NereidError as error:
+        click.echo(f"error: {source}: {error}", err=True)
+        return False
+    click.echo(f"{source}: {done}")
+    return True
+
+
+def _each(sources: Sequence[Path], work: Callable[[Path], bool]) -> list[bool]:
+    """``work`` on each source, in a child process of a command that asks for it (``ISOLATED``).
+
+    Damaged files can make a library abort its process (MLIR does): then that one fails, and a new child goes on.
+    """
+    if click.get_current_context().find_root().obj != ISOLATED:
+        return [work(source) for source in sources]
+    results: list[bool] = []
+    while len(results) < len(sources):
+        part, how = _in_child(sources[len(results) :], work)
+        results += part
+        if how is not None:
+            source = sources[len(results)]
+            click.echo(
+                f"error: {source}: reading it ended the converter ({how}); it is damaged, export it again", err=True
+            )
+            results.append(False)
+    return results
+
+
+def _in_child(sources: Sequence[Path], work: Callable[[Path], bool]) -> tuple[list[bool], str | None]:
+    """The results up to where the child ended, and what ended it before all were done."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()  # no library that starts threads has been imported yet
+    if child == 0:
+        os.close(reader)
+        try:
+            for source in sources:
+                os.write(writer, b"1" if work(source) else b"0")
+            sys.stdout.flush()
+        except BaseException as error:  # noqa: BLE001 - the edge of this process
+            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        os._exit(0)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as done:
+            results = [result == ord("1") for result in done.read()]
+    except BaseException:
+        os.kill(child, signal.SIGTERM)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
+    if len(results) == len(sources):
+        return results, None
+    code = os.waitstatus_to_exitcode(status)
+    return results, f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
@@ -115,4 +198,4 @@ def _leave(_number: int, _frame: Any) -> None:
 
 def main() -> None:
     """Entry point of ``nereid-convert``."""
-    command.main(prog_name="nereid-convert")
+    command.main(prog_name="nereid-convert", obj=ISOLATED)

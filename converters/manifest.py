@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from converters.weights import is_file_name
 from converters.yaml12 import load_yaml
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, ManifestError, short_repr
@@ -242,7 +243,7 @@ def _calls(raw: Any) -> tuple[str, ...]:
 
 
 def _weights_file(raw: Any) -> str:
-    if not isinstance(raw, str) or not raw or Path(raw).name != raw or raw == ".." or "\0" in raw:
+    if not isinstance(raw, str) or not is_file_name(raw):
         raise ManifestError(f"manifest 'weights_file' must be a file name inside the bundle, got {_kind(raw)}")
     return raw
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
+from converters import durable
 from converters.prepared import Prepared, place
 from nereid_backend.engines import parse_device
 from nereid_backend.errors import BundleError, RepositoryError
@@ -94,15 +95,15 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             fresh = Path(scratch) / spec.name
             version = fresh / VERSION
             version.mkdir(parents=True)
-            _write_text(fresh / CONFIG_FILE, text)
-            _write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
-            _write_text(version / SPEC_FILE, spec.to_json())
+            durable.write_text(fresh / CONFIG_FILE, text)
+            durable.write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
+            durable.write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
                 place(source, version / name, link=link)
             for directory in (version, fresh):
-                _sync(directory)
+                durable.sync_directory(directory)
             _swap_in(fresh, target, replace=force)
-            _sync(repository)
+            durable.sync_directory(repository)
     except OSError as error:
         raise RepositoryError(
             f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
@@ -145,21 +146,6 @@ def _data_type(pb: Any, tensor: TensorSpec) -> int:
         raise RepositoryError(f"tensor {tensor.name!r} is {tensor.dtype}, which Triton has no type for")
     value: int = pb.DataType.Value(tensor.element.triton)
     return value
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _swap_in(fresh: Path, target: Path, *, replace: bool) -> None:

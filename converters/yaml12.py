@@ -35,3 +35,9 @@ _Loader.add_implicit_resolver(_BOOLEAN_TAG, re.compile(r"^(?:true|True|TRUE|fals
 def load_yaml(data: bytes | str) -> Any:
     """Parse one document. Raises yaml.YAMLError."""
     return yaml.load(data, Loader=_Loader)  # noqa: S506 - a SafeLoader with fewer booleans
+
+
+def compose_yaml(text: str) -> yaml.Node | None:
+    """The nodes of one document, which know where they stand in ``text``. Raises yaml.YAMLError."""
+    node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+    return node

@@ -106,6 +106,8 @@ class Catalogue:
             gone = [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
             self._set({**self._served, name: new})
             await self._drop(gone)
+        except OSError as error:
+            raise RepositoryError(f"model {name!r} cannot take its place ({error.strerror}); check the disk") from error
         finally:
             for folder in (staged.folder, before):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -144,7 +146,7 @@ class Catalogue:
                 await self._triton.load(model, self._load_timeout_s)
                 loaded.append(model)
             await self._publish({**self._served, new.spec.name: new})
-        except NereidError:
+        except (NereidError, OSError):
             for model in moved:
                 _move(repository / model, fresh / model)
                 _move(before / model, repository / model)

@@ -8,12 +8,13 @@ before the bytes are kept.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from native_service.infer_messages import Tensor, write_request
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
-from nereid_backend.errors import InvalidArgument, NotFound, ResourceExhausted
+from nereid_backend.errors import InvalidArgument, NotFound, OverLimit, ResourceExhausted, short_repr
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
 CHUNK_BYTES = 65_536
@@ -30,7 +31,8 @@ class Budget:
         """Raises ResourceExhausted, and then takes nothing."""
         if self.used_bytes + count > self._total:
             raise ResourceExhausted(
-                f"the server buffers at most {self._total} bytes of unfinished Checkpoint inputs, retry later"
+                f"this server holds at most {self._total} bytes of Checkpoint tensors, retry later"
+                " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count
 
@@ -38,14 +40,20 @@ class Budget:
         self.used_bytes -= count
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointInput:
-    """What one call asks for. ``tensor`` is None for a model without input; ``shape`` is as Triton wants it."""
+class _Upload:
+    """One input tensor of one call. ``shape`` is as Triton wants it, ``sent`` as the client gave it."""
 
-    model: ModelSpec
-    tensor: TensorSpec | None
-    shape: tuple[int, ...]
-    data: bytes | bytearray
+    def __init__(self, spec: TensorSpec, sent: tuple[int, ...], shape: tuple[int, ...], size_bytes: int) -> None:
+        self.spec, self.sent, self.shape, self.size_bytes = spec, sent, shape, size_bytes
+        # Pages that nothing was written to cost nothing, and all of them go back to the system at the end; a growing
+        # bytearray leaves as much behind in the allocator's heap.
+        self.data = mmap.mmap(-1, size_bytes)
+        self.held_bytes = 0
+        self.ended = False
+
+    def append(self, data: bytes) -> None:
+        self.data[self.held_bytes : self.held_bytes + len(data)] = data
+        self.held_bytes += len(data)
 
 
 class CheckpointReader:
@@ -55,50 +63,71 @@ class CheckpointReader:
         self._models = models
         self._limits = limits
         self._budget = budget
-        self._model: ModelSpec | None = None
-        self._data = bytearray()
+        self._uploads: dict[str, _Upload] = {}
         self._chunks = 0
-        self._sent_shape: tuple[int, ...] | None = None
-        self._shape: tuple[int, ...] = ()
-        self._expected_bytes = 0
-        self._ended = False
+        self.model: ModelSpec | None = None
+        """What the first message named."""
 
     @property
     def needs_input(self) -> bool:
         """Whether more messages matter: not once the model turns out to take no input."""
-        return self._model is None or bool(self._model.inputs)
+        return self.model is None or bool(self.model.inputs)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every input came with its end mark, which upstream lets clients leave out."""
+        inputs = () if self.model is None else self.model.inputs
+        return all(tensor.name in self._uploads and self._uploads[tensor.name].ended for tensor in inputs)
 
     def receive(self, message: inference_pb2.CheckpointRequest) -> None:
-        """Check and keep one message. Raises InvalidArgument, NotFound or ResourceExhausted."""
+        """Check and keep one message. Raises InvalidArgument, NotFound, OverLimit or ResourceExhausted."""
         kind = message.WhichOneof("payload")
-        if self._model is None:
-            self._model = self._begin(kind, message)
+        if self.model is None:
+            self.model = self._begin(kind, message)
             return
         if kind is None:
             raise InvalidArgument("Checkpoint message has no payload; send a chunk")
         if kind == "meta":
             raise InvalidArgument("Checkpoint metadata is allowed only as the first message")
-        self._append(self._model, message.chunk)
+        self._append(self.model, message.chunk)
 
-    def finish(self) -> CheckpointInput:
-        """The whole input, once the client has closed its side. Raises InvalidArgument."""
-        if self._model is None:
+    def finish(self) -> ModelSpec:
+        """The model, once the client has closed its side and its input is whole. Raises InvalidArgument."""
+        model = self.model
+        if model is None:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
-        if not self._model.inputs:
-            return CheckpointInput(self._model, None, (), b"")
-        if self._sent_shape is None:
-            raise InvalidArgument(f"no tensor chunks were sent for model {self._model.name!r}")
-        if len(self._data) < self._expected_bytes:
-            raise InvalidArgument(
-                f"model {self._model.name!r}: shape {list(self._sent_shape)} needs {self._expected_bytes} bytes,"
-                f" got {len(self._data)}"
-            )
-        return CheckpointInput(self._model, self._model.inputs[0], self._shape, self._data)
+        if model.inputs and not self._uploads:
+            raise InvalidArgument(f"no tensor chunks were sent for model {model.name!r}")
+        missing = [tensor.name for tensor in model.inputs if tensor.name not in self._uploads]
+        if missing:
+            raise InvalidArgument(f"model {model.name!r} needs the inputs {_names(model)}; not sent: {missing}")
+        for upload in self._uploads.values():
+            if upload.held_bytes < upload.size_bytes:
+                raise InvalidArgument(
+                    f"{_input(model, upload.spec)}: shape {list(upload.sent)} needs {upload.size_bytes} bytes,"
+                    f" got {upload.held_bytes}"
+                )
+        rows = {name: upload.shape[0] for name, upload in self._uploads.items() if model.max_batch_size}
+        if len(set(rows.values())) > 1:
+            raise InvalidArgument(f"model {model.name!r}: all inputs must have as many rows, got {rows}")
+        return model
+
+    def take_request(self) -> bytes:
+        """The whole input as a serialised ModelInferRequest. The reader forgets it: large tensors are kept once."""
+        if self.model is None:
+            raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
+        uploads = [self._uploads[tensor.name] for tensor in self.model.inputs]
+        tensors = [(upload.spec, Tensor(upload.spec.name, upload.shape, upload.data)) for upload in uploads]
+        message = write_request(self.model.name, tensors)
+        self.close()
+        return message
 
     def close(self) -> None:
         """Forget the bytes and give them back to the budget."""
-        self._budget.give_back(len(self._data))
-        self._data = bytearray()
+        for upload in self._uploads.values():
+            self._budget.give_back(upload.held_bytes)
+            upload.data.close()
+        self._uploads = {}
 
     def _begin(self, kind: str | None, message: inference_pb2.CheckpointRequest) -> ModelSpec:
         if kind is None:
@@ -109,46 +138,77 @@ class CheckpointReader:
         if not name:
             raise InvalidArgument("model_name is required in the Checkpoint metadata")
         if name not in self._models:
-            raise NotFound(f"model {name!r} is not served here (not in nereid.yaml); ViewModels lists what is")
-        model = self._models[name]
-        if len(model.inputs) > 1:
-            raise InvalidArgument(
-                f"model {name!r} has {len(model.inputs)} inputs and Checkpoint carries one;"
-                " call inference.GRPCInferenceService/ModelInfer (KServe v2) instead"
+            raise NotFound(
+                f"model {short_repr(name)} is not served here (not in nereid.yaml); ViewModels lists what is"
             )
-        return model
+        return self._models[name]
 
     def _append(self, model: ModelSpec, chunk: inference_pb2.TensorChunk) -> None:
-        if self._ended:
-            raise InvalidArgument("a chunk came after end_of_tensor=true")
+        spec = _addressed(model, chunk.tensor_name)
+        upload = self._uploads.get(spec.name)
+        if upload is not None and upload.ended:
+            raise InvalidArgument(f"{_input(model, spec)}: a chunk came after end_of_tensor=true")
         sent = tuple(chunk.shape)
-        shape = batched_shape(model, model.inputs[0], sent)
-        if self._sent_shape is None:
-            self._begin_tensor(model, sent, shape)
-        elif sent != self._sent_shape:
+        shape = batched_shape(model, spec, sent)
+        if upload is None:
+            upload = self._uploads[spec.name] = self._begin_tensor(model, spec, sent, shape)
+        elif sent != upload.sent:
             raise InvalidArgument(
-                f"the shape changed within the request: first {list(self._sent_shape)}, now {list(sent)}"
+                f"{_input(model, spec)}: the shape changed within the request:"
+                f" first {list(upload.sent)}, now {list(sent)}"
             )
         self._chunks += 1
         if self._chunks > self._limits.max_chunks:
-            raise InvalidArgument(f"a Checkpoint call may send {self._limits.max_chunks} chunks; send larger ones")
-        if len(self._data) + len(chunk.data) > self._expected_bytes:
+            raise OverLimit(
+                f"a Checkpoint call may send {self._limits.max_chunks} chunks (server.limits.max_chunks);"
+                " send larger ones"
+            )
+        if upload.held_bytes + len(chunk.data) > upload.size_bytes:
             raise InvalidArgument(
-                f"model {model.name!r}: shape {list(sent)} needs {self._expected_bytes} bytes,"
-                f" got at least {len(self._data) + len(chunk.data)}"
+                f"{_input(model, spec)}: shape {list(sent)} needs {upload.size_bytes} bytes,"
+                f" got at least {upload.held_bytes + len(chunk.data)}"
             )
         self._budget.take(len(chunk.data))
-        self._data += chunk.data
-        self._ended = chunk.end_of_tensor
+        upload.append(chunk.data)
+        upload.ended = chunk.end_of_tensor
 
-    def _begin_tensor(self, model: ModelSpec, sent: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        needed = math.prod(shape) * model.inputs[0].element.size_bytes
-        if needed > self._limits.max_tensor_bytes:
-            raise InvalidArgument(
-                f"model {model.name!r}: shape {list(sent)} is {needed} bytes,"
-                f" the limit of this server is {self._limits.max_tensor_bytes} (server.limits.max_tensor_bytes)"
+    def _begin_tensor(
+        self, model: ModelSpec, spec: TensorSpec, sent: tuple[int, ...], shape: tuple[int, ...]
+    ) -> _Upload:
+        size, limits = math.prod(shape) * spec.element.size_bytes, self._limits
+        if size > limits.max_tensor_bytes:
+            raise OverLimit(
+                f"{_input(model, spec)}: shape {short_repr(list(sent))} is {short_repr(size)} bytes,"
+                f" the limit of this server is {limits.max_tensor_bytes} (server.limits.max_tensor_bytes)"
             )
-        self._sent_shape, self._shape, self._expected_bytes = sent, shape, needed
+        total = size + sum(upload.size_bytes for upload in self._uploads.values())
+        if total > limits.max_request_bytes:
+            raise OverLimit(
+                f"model {model.name!r}: the inputs of this call are {total} bytes or more,"
+                f" the limit of this server is {limits.max_request_bytes} (server.limits.max_request_bytes)"
+            )
+        return _Upload(spec, sent, shape, size)
+
+
+def _addressed(model: ModelSpec, name: str) -> TensorSpec:
+    """The input a chunk is for. A model's only input needs no name, and upstream's clients send any."""
+    if len(model.inputs) == 1:
+        return model.inputs[0]
+    for tensor in model.inputs:
+        if tensor.name == name:
+            return tensor
+    raise InvalidArgument(
+        f"model {model.name!r} has no input {short_repr(name)}; tensor_name must be one of {_names(model)}"
+    )
+
+
+def _names(model: ModelSpec) -> list[str]:
+    return [tensor.name for tensor in model.inputs]
+
+
+def _input(model: ModelSpec, tensor: TensorSpec) -> str:
+    """How a message names the tensor it is about."""
+    return f"model {model.name!r}" + (f" input {tensor.name!r}" if len(model.inputs) > 1 else "")
 
 
 def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
@@ -156,39 +216,39 @@ def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) ->
 
     Raises InvalidArgument when it breaks the model's contract.
     """
-    sent = tuple(shape)
+    sent, where = tuple(shape), _input(model, tensor)
     if not sent:
-        raise InvalidArgument(f"model {model.name!r}: every chunk must carry the tensor's shape")
+        raise InvalidArgument(f"{where}: every chunk must carry the tensor's shape")
     for index, size in enumerate(sent):
         if size <= 0:
             raise InvalidArgument(
-                f"model {model.name!r}: dimensions must be positive, got {size} at index {index} of {list(sent)}"
+                f"{where}: dimensions must be positive, got {size} at index {index} of {short_repr(list(sent))}"
             )
     declared, full = model.dims(tensor), sent
     if model.max_batch_size > 0:
         if len(sent) == len(declared):
             full = (1, *sent)
         elif len(sent) == len(declared) + 1 and sent[0] > model.max_batch_size:
-            raise InvalidArgument(f"model {model.name!r}: batch {sent[0]} is over the limit of {model.max_batch_size}")
+            raise InvalidArgument(f"{where}: batch {sent[0]} is over the limit of {model.max_batch_size}")
     with_batch = len(declared) + (1 if model.max_batch_size > 0 else 0)
     if len(full) != with_batch:
         without = f" (or {len(declared)} without the batch dimension)" if model.max_batch_size > 0 else ""
-        raise InvalidArgument(f"model {model.name!r}: expected rank {with_batch}{without}, got {list(sent)}")
+        raise InvalidArgument(f"{where}: expected rank {with_batch}{without}, got {short_repr(list(sent))}")
     offset = len(sent) - len(declared)
     for index, (want, got) in enumerate(zip(declared, sent[offset:], strict=True), start=offset):
         if want not in (VARIABLE, got):
-            raise InvalidArgument(f"model {model.name!r}: dimension {index} must be {want}, got {got} in {list(sent)}")
+            raise InvalidArgument(f"{where}: dimension {index} must be {want}, got {got} in {short_repr(list(sent))}")
     return full
 
 
-def output_chunks(name: str, shape: Sequence[int], data: bytes) -> Iterator[inference_pb2.TensorChunk]:
-    """``data`` in chunks of 64 KiB, each with the full shape; a tensor of no bytes is one empty chunk."""
-    count = max(1, -(-len(data) // CHUNK_BYTES))
+def output_chunks(tensor: Tensor) -> Iterator[inference_pb2.TensorChunk]:
+    """``tensor`` in chunks of 64 KiB, each with the full shape; a tensor of no bytes is one empty chunk."""
+    count = max(1, -(-len(tensor.data) // CHUNK_BYTES))
     for index in range(count):
         yield inference_pb2.TensorChunk(
-            tensor_name=name,
-            shape=shape,
-            data=data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES],
+            tensor_name=tensor.name,
+            shape=tensor.shape,
+            data=bytes(tensor.data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]),
             chunk_index=index,
             end_of_tensor=index == count - 1,
         )

@@ -16,9 +16,11 @@ import click
 
 from nereid_backend.errors import NereidError
 
+_STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
 
@@ -111,15 +113,20 @@ def _announce(text: str) -> None:
 
 
 def _log_to_stderr(verbose: bool) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    from native_service.log_output import BackgroundHandler
+
+    handlers = [BackgroundHandler(_STDERR)]
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=handlers)
     logging.getLogger("nereid").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 def main() -> None:
     """Entry point of the command."""
     try:
-        nereid(prog_name="nereid")
+        nereid(prog_name="nereid", obj="isolated")
     except NereidError as error:
+        for handler in logging.getLogger().handlers:
+            handler.flush()  # the error is the last line
         for line in str(error).splitlines():
             click.echo(f"error: {line}", err=True)
         sys.exit(1)

@@ -17,7 +17,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from native_service import launch, locks
+from native_service import launch
+from nereid_backend import locks
 from nereid_backend.cache import PRIVATE, cache_folder
 from nereid_backend.errors import TritonUnavailable
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
-from native_service.envoy_config import model_of_cluster
+from native_service.envoy_config import FAILED_CALLS, model_of_cluster
 from nereid_backend.errors import EnvoyUnavailable
 
 _TIMEOUT_S = 2.0
 _URL = "http://envoy"
-_CLUSTER, _REFUSED, _ACTIVE = "cluster.", ".upstream_rq_active_overflow", ".upstream_rq_active"
+_ACTIVE = re.compile(r"^cluster\.(model_.*)\.upstream_rq_active$")
+_FAILED = re.compile(rf"^{FAILED_CALLS}\.cluster\.(model_.*)\.status\.(\d*)$")
 
 
 class EnvoyAdmin:
@@ -44,18 +46,21 @@ class EnvoyAdmin:
                 found[name] = int(value)
         return found
 
-    async def refusals(self) -> dict[str, int]:
-        """Calls that found no permit, by model, since Envoy's start."""
-        return await self._by_model(_REFUSED)
+    async def failed_calls(self) -> dict[tuple[str, int | None], int]:
+        """Calls that did not end with OK since Envoy's start, by model and gRPC status; None: the client went first."""
+        return {
+            (model, int(match[2]) if match[2] else None): count
+            for name, count in (await self.counters(_FAILED.pattern)).items()
+            if (match := _FAILED.match(name)) and (model := model_of_cluster(match[1])) is not None
+        }
 
     async def permits_in_use(self) -> dict[str, int]:
         """Calls that hold a permit now, by model."""
-        return await self._by_model(_ACTIVE)
-
-    async def _by_model(self, suffix: str) -> dict[str, int]:
-        counters = await self.counters(rf"^cluster\.model_.*\{suffix}$")
-        named = {model_of_cluster(name.removeprefix(_CLUSTER).removesuffix(suffix)): n for name, n in counters.items()}
-        return {name: count for name, count in named.items() if name is not None}
+        return {
+            model: count
+            for name, count in (await self.counters(_ACTIVE.pattern)).items()
+            if (match := _ACTIVE.match(name)) and (model := model_of_cluster(match[1])) is not None
+        }
 
     async def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None) -> str:
         try:

@@ -7,8 +7,8 @@ our own service. Each model has a cluster of its own, all of them pointing at Tr
 model's count of permits.
 
 The service calls Triton through a second listener, a Unix socket, and names the cluster itself: the permits are
-shared. Clusters and routes are files that Envoy watches; the rest is fixed for its life. All of it is JSON, because
-Envoy's YAML takes a plain ``n`` for false.
+shared. Both listeners count the calls that fail, by cluster and status. Clusters and routes are files that Envoy
+watches; the rest is fixed for its life. All of it is JSON, because Envoy's YAML takes a plain ``n`` for false.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ KSERVE = "inference.GRPCInferenceService"
 MOST_SIZE, MOST_ELEMENTS = 2**31 - 1, 2**53
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
+# failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
+FAILED_CALLS = "failed"
 
 _ROUTES = "public"
 _UNIX = "unix:"
@@ -45,6 +47,7 @@ _EXTRACTION = "envoy.filters.http.grpc_field_extraction"
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14
 _MOST_CONNECTIONS = 10_000
 _MOST_SERVICE_CALLS = 10_000
+_MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
@@ -66,7 +69,8 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``."""
+    """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``;
+    ``max_message_bytes`` is ``server.limits.max_request_bytes``."""
 
     bind: Address
     triton: str
@@ -95,7 +99,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
 
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
-    routes = {"route_config": route_configuration(models)}
+    routes = {"route_config": route_configuration(settings, models)}
     listeners = [_public(settings, routes), _inner(settings)]
     return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
@@ -105,9 +109,9 @@ def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     return {"resources": [{"@type": kind, **cluster} for cluster in clusters(settings, models)]}
 
 
-def routes_file(models: Sequence[Admitted]) -> Json:
+def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
-    return {"resources": [{"@type": kind, **route_configuration(models)}]}
+    return {"resources": [{"@type": kind, **route_configuration(settings, models)}]}
 
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
@@ -128,21 +132,58 @@ def _endpoint(address: str) -> Json:
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
-def route_configuration(models: Sequence[Admitted]) -> Json:
-    script = {"@type": _TYPE + "envoy.extensions.filters.http.lua.v3.LuaPerRoute"}
+def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
+    # What the script knows of the models changes with them, so it travels with the routes.
+    on_request = _lua(models)
+    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
+    scripted = _script(on_request + _over_limit_lua(settings))
+    # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
+    encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
+    unread = {_EXTRACTION: {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}}
     host: Json = {
         "name": _ROUTES,
         "domains": ["*"],
         "request_headers_to_remove": [CLUSTER_HEADER],
-        # What the script knows of the models changes with them, so it travels with the routes.
-        "typed_per_filter_config": {"lua": {**script, "source_code": {"inline_string": _lua(models)}}},
+        "typed_per_filter_config": _script(on_request),
         "routes": [
-            _compressed_route(),
+            {
+                "match": {"prefix": "/", "headers": [encoded]},
+                **service,
+                "typed_per_filter_config": {**scripted, **unread},
+            },
             _named_route(f"/{KSERVE}/"),
-            {"match": {"prefix": "/"}, "route": _to_service()},
+            {"match": {"prefix": "/"}, **service, "typed_per_filter_config": scripted},
         ],
     }
     return {"name": _ROUTES, "virtual_hosts": [host]}
+
+
+def _script(source: str) -> Json:
+    kind = _TYPE + "envoy.extensions.filters.http.lua.v3.LuaPerRoute"
+    return {"lua": {"@type": kind, "source_code": {"inline_string": source}}}
+
+
+def _over_limit(settings: EnvoySettings) -> str:
+    limit = f"{settings.max_message_bytes} bytes (server.limits.max_request_bytes)"
+    return f"the request is over the limit of this server, {limit}; send less at once"
+
+
+def _over_limit_lua(settings: EnvoySettings) -> str:
+    """gRPC refuses what is too large for our service before the service sees it, in words of its own.
+
+    Only answers of our service pass here: a script costs a small call to Triton 5 to 8 % of Envoy's time.
+    """
+    return f"""
+function envoy_on_response(response)
+  local headers = response:headers()
+  if headers:get("grpc-status") == nil then headers = response:trailers() end
+  if headers == nil or headers:get("grpc-status") ~= "{_RESOURCE_EXHAUSTED}" then return end
+  local text = headers:get("grpc-message")
+  if text ~= nil and text:find("larger than max", 1, true) then
+    headers:replace("grpc-message", "{_over_limit(settings)}")
+  end
+end
+"""
 
 
 def _lua(models: Sequence[Admitted]) -> str:
@@ -214,21 +255,6 @@ def _named_route(prefix: str) -> Json:
     return {"match": match, "route": {"cluster_header": CLUSTER_HEADER, "timeout": "0s"}}
 
 
-def _compressed_route() -> Json:
-    """Compressed messages are for the service: the extraction cannot read them and would refuse the call."""
-    encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
-    off = {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}
-    return {
-        "match": {"prefix": "/", "headers": [encoded]},
-        "route": _to_service(),
-        "typed_per_filter_config": {_EXTRACTION: off},
-    }
-
-
-def _to_service() -> Json:
-    return {"cluster": _SERVICE, "timeout": "0s"}
-
-
 def _base() -> Json:
     monitor = "envoy.resource_monitors.global_downstream_max_connections"
     kind = "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig"
@@ -272,7 +298,8 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "http2_protocol_options": _http2(settings),
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
-        "local_reply_config": {"mappers": _refusals()},
+        "local_reply_config": {"mappers": _refusals(settings)},
+        "access_log": [_failure_count()],
         "http_filters": [*filters, _filter("router", "envoy.extensions.filters.http.router.v3.Router")],
         **routes,
     }
@@ -310,22 +337,40 @@ def _extraction() -> Json:
     return {"name": _EXTRACTION, "typed_config": config}
 
 
-def _refusals() -> list[Json]:
+def _refusals(settings: EnvoySettings) -> list[Json]:
     """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
-    full = [(_header("grpc-status", _RESOURCE_EXHAUSTED)), _header("retry-after", RETRY_AFTER_S)]
-    gone = [_header("grpc-status", _UNAVAILABLE)]
+    exhausted = _header("grpc-status", _RESOURCE_EXHAUSTED)
+    gone = "the server behind this address does not answer, retry later"
+    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+    # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
+    expression = "response.code_details.contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')"
+    too_large = {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
     return [
-        _refusal(["UO"], QUEUE_FULL, full),
-        _refusal(["UF", "UC", "UH"], "the server behind this address does not answer, retry later", gone),
+        _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
+        _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", _UNAVAILABLE)]),
+        _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
 
 
-def _refusal(flags: Sequence[str], text: str, headers: Sequence[Json]) -> Json:
-    return {
-        "filter": {"response_flag_filter": {"flags": list(flags)}},
-        "body": {"inline_string": text},
-        "headers_to_add": list(headers),
+def _flags(*flags: str) -> Json:
+    return {"response_flag_filter": {"flags": list(flags)}}
+
+
+def _refusal(condition: Json, text: str, headers: Sequence[Json]) -> Json:
+    return {"filter": condition, "body": {"inline_string": text}, "headers_to_add": list(headers)}
+
+
+def _failure_count() -> Json:
+    """Counts the calls that do not end with OK; the others pay nothing for it."""
+    tags = {"cluster": "%UPSTREAM_CLUSTER%", "status": "%GRPC_STATUS_NUMBER%"}
+    stat = {"name": FAILED_CALLS, "tags": [{"name": name, "value_format": value} for name, value in tags.items()]}
+    config = {
+        "@type": _TYPE + "envoy.extensions.access_loggers.stats.v3.Config",
+        "stats_scope": {"max_counters": _MOST_FAILURE_COUNTERS},
+        "counters": [{"stat": stat, "value_fixed": 1}],
     }
+    failed = {"grpc_status_filter": {"statuses": ["OK"], "exclude": True}}
+    return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
 
 
 def _header(name: str, value: int) -> Json:

@@ -89,7 +89,7 @@ class EnvoyServer:
             settings = EnvoySettings(bind, triton, self._max_message_bytes)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
-            self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(models))
+            self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
             (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
             try:
                 await self._launch()
@@ -128,7 +128,7 @@ class EnvoyServer:
             await self._replace(
                 envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*models, *going])
             )
-            await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(models))
+            await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, models))
             if going:
                 await self._until_back({model.spec.name for model in going})
                 await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, models))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
+from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
@@ -40,6 +42,9 @@ class Front:
         self._server: NativeServer | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._specs: list[ModelSpec] = []
+        self._refusals = Refusals()
+        self._failed_calls: Tally[tuple[str, int | None]] = Tally()
+        self._counting = asyncio.Lock()
         self._ending = contextlib.AsyncExitStack()
 
     @property
@@ -59,11 +64,11 @@ class Front:
         specs = self._specs
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
-        inference = Inference(channel)
+        inference = Inference(channel, self._refusals)
         kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control)
         native = NereidService(specs, inference, limits)
         self._services = (kserve, native)
-        largest = max(limits.max_request_bytes, limits.max_message_bytes)
+        largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
@@ -86,6 +91,14 @@ class Front:
     async def is_ready(self) -> bool:
         """Whether a call would be answered now: Triton answers and the address is open."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
+
+    async def failed(self) -> Failed:
+        """The calls that did not end well since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
+        async with self._counting:  # an older look that comes later would read like a counter that fell
+            life, counts = self.envoy_pid, await self.admin.failed_calls()
+            if life != self.envoy_pid:
+                raise EnvoyUnavailable("Envoy is being started again")
+            return Failed(self._failed_calls.total(life, counts), self._refusals.counts)
 
     @property
     def envoy_pid(self) -> int | None:

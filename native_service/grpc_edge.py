@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from native_service.envoy_config import CLUSTER_HEADER, model_cluster
-from nereid_backend.errors import DeadlineExceeded, NereidError
+from native_service.envoy_config import CLUSTER_HEADER, RETRY_AFTER_S, model_cluster
+from native_service.metrics import Refusals
+from nereid_backend.errors import DeadlineExceeded, InvalidArgument, NereidError, ResourceExhausted
 
 _LOG = logging.getLogger("nereid.service")
 
 _RETRY_AFTER = "retry-after"
+# A status travels in HTTP/2 headers, whose size every client limits; requests may hold names of any length.
+_LONGEST_TEXT = 1000
 # Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
 _STUB_IS_DEAD = "is not healthy"
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
@@ -25,21 +29,43 @@ _SHORTEST_DEADLINE_S = 0.010
 class Inference:
     """Runs models through Envoy's inner listener, which takes a permit of the model or refuses at once."""
 
-    def __init__(self, channel: Any) -> None:
-        """``channel`` is a grpc.aio channel to the inner listener."""
+    def __init__(self, channel: Any, refusals: Refusals) -> None:
+        """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
+        self.refusals = refusals
+        method = "/inference.GRPCInferenceService/ModelInfer"
         self._infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
+            method,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelInferResponse.FromString,
         )
+        self._infer_serialised = channel.unary_unary(method)
 
     async def run(self, request: Any, context: Any) -> Any:
         """The answer to a ModelInferRequest, within what is left of the deadline of ``context``.
 
         Raises grpc.aio.AioRpcError with Triton's own code and words, or RESOURCE_EXHAUSTED without a permit.
         """
-        metadata = ((CLUSTER_HEADER, model_cluster(request.model_name)),)
-        return await self._infer(request, timeout=_time_left(context), metadata=metadata)
+        model = request.model_name
+        return await self._infer(request, timeout=self._time_left(model, context), metadata=_permit_of(model))
+
+    async def run_serialised(self, model: str, request: bytes, context: Any) -> bytes:
+        """The same for a serialised request and answer, which protobuf's objects would hold once more."""
+        timeout = self._time_left(model, context)
+        answer: bytes = await self._infer_serialised(request, timeout=timeout, metadata=_permit_of(model))
+        return answer
+
+    def _time_left(self, model: str, context: Any) -> float | None:
+        """Seconds the client still waits, None when it waits for ever. Raises DeadlineExceeded."""
+        left: float | None = context.time_remaining()
+        if left is not None and left < _SHORTEST_DEADLINE_S:
+            error = DeadlineExceeded("the deadline leaves no time to run the model")
+            self.refusals.add(model, error)
+            raise error
+        return left
+
+
+def _permit_of(model: str) -> tuple[tuple[str, str], ...]:
+    return ((CLUSTER_HEADER, model_cluster(model)),)
 
 
 @asynccontextmanager
@@ -48,7 +74,9 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except NereidError as error:
-        await context.abort(grpc.StatusCode[error.code], str(error))
+        # Who may come back is told when: it is what tells a full server from a request that is too large.
+        hint = ((_RETRY_AFTER, str(RETRY_AFTER_S)),) if isinstance(error, ResourceExhausted) else ()
+        await context.abort(grpc.StatusCode[error.code], shown(error), hint)
     except grpc.aio.AioRpcError as error:
         # Triton's own code and words: the runtime inside has made them fit for a client.
         if _STUB_IS_DEAD in (error.details() or ""):
@@ -63,14 +91,31 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 
 
+def shown(error: NereidError) -> str:
+    """The text of ``error`` as a client gets it."""
+    text = str(error)
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+
+
+def parsed(kind: Any, data: bytes) -> Any:
+    """The message of type ``kind`` in ``data``. Raises InvalidArgument."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidArgument(f"the request is not a valid {kind.DESCRIPTOR.full_name}") from None
+
+
+def unary(call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: Any) -> Any:
+    """A gRPC handler for ``call``; ``request`` and ``response`` are the types of its messages."""
+
+    async def answer(data: bytes, context: Any) -> Any:
+        async with errors_told(context):
+            return await call(parsed(request, data), context)
+        raise AssertionError("errors_told ends the call")
+
+    return grpc.unary_unary_rpc_method_handler(answer, response_serializer=response.SerializeToString)
+
+
 def _metadata_of(error: grpc.aio.AioRpcError) -> tuple[tuple[str, Any], ...]:
     # Envoy's refusals are trailers-only answers: which of the two holds them is the library's choice.
     return (*(error.initial_metadata() or ()), *(error.trailing_metadata() or ()))
-
-
-def _time_left(context: Any) -> float | None:
-    """Seconds the client still waits, None when it waits for ever."""
-    left: float | None = context.time_remaining()
-    if left is not None and left < _SHORTEST_DEADLINE_S:
-        raise DeadlineExceeded("the deadline leaves no time to run the model")
-    return left

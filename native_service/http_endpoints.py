@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from native_service.metrics import with_refusals
+from native_service.metrics import Failed, with_failures
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -25,15 +25,15 @@ class HttpEndpoints:
         models: Collection[str],
         is_ready: Callable[[], Awaitable[bool]],
         metrics: str,
-        refusals: Callable[[], Awaitable[Mapping[str, int]]],
+        failed: Callable[[], Awaitable[Failed]],
     ) -> None:
         """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
-        Triton's metrics ``host:port``; ``refusals`` counts the calls of each model that found no permit."""
+        Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not."""
         self._bind = bind
         self._models = models
         self._is_ready = is_ready
         self._metrics_url = f"http://{metrics}/metrics"
-        self._refusals = refusals
+        self._failed = failed
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
@@ -82,7 +82,7 @@ class HttpEndpoints:
             async with self._session.get(self._metrics_url) as answer:
                 if answer.status != 200:
                     return web.Response(status=503, text="Triton has no metrics\n")
-                text = with_refusals(await answer.text(), await self._refusals())
+                text = with_failures(await answer.text(), await self._failed())
         except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
             return web.Response(status=503, text="Triton does not answer\n")
         except EnvoyUnavailable as error:

@@ -16,7 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from native_service.envoy_config import KSERVE, MOST_ELEMENTS, MOST_SIZE
-from native_service.grpc_edge import Inference, errors_told
+from native_service.grpc_edge import Inference, errors_told, parsed, shown, unary
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -76,7 +76,7 @@ class KServeService:
     def handler(self) -> Any:
         """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
         methods: dict[str, Any] = {
-            name: _unary(name, _told(call))
+            name: unary(call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response"))
             for name, call in {
                 "ServerLive": self._server_live,
                 "ServerReady": self._server_ready,
@@ -92,7 +92,7 @@ class KServeService:
             }.items()
         }
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._model_stream_infer, pb.ModelInferRequest.FromString, pb.ModelStreamInferResponse.SerializeToString
+            self._model_stream_infer, response_serializer=pb.ModelStreamInferResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(KSERVE, methods)
 
@@ -149,17 +149,21 @@ class KServeService:
     async def _model_infer(self, request: Any, context: Any) -> Any:
         spec = self._served(request.model_name, request.model_version)
         complete_batch(request, spec)
-        check_shapes(request, spec)
+        try:
+            check_shapes(request, spec)
+        except InvalidArgument as error:
+            self._inference.refusals.add(spec.name, error)
+            raise
         return await self._inference.run(request, context)
 
-    async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
+    async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One request after the other; a bad one, or one without a permit, costs only its own answer."""
         async with errors_told(context):
             async for request in requests:
                 try:
-                    response = await self._model_infer(request, context)
+                    response = await self._model_infer(parsed(pb.ModelInferRequest, request), context)
                 except NereidError as error:
-                    answer = pb.ModelStreamInferResponse(error_message=str(error))
+                    answer = pb.ModelStreamInferResponse(error_message=shown(error))
                 except grpc.aio.AioRpcError as error:
                     answer = pb.ModelStreamInferResponse(error_message=error.details() or "Triton gave no reason")
                 else:
@@ -235,20 +239,6 @@ def check_shapes(request: Any, spec: ModelSpec) -> None:
 
 async def _switched_off(_request: Any, context: Any) -> Any:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this call is switched off on this server")
-
-
-def _told(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def answer(request: Any, context: Any) -> Any:
-        async with errors_told(context):
-            return await call(request, context)
-        raise AssertionError("errors_told ends the call")
-
-    return answer
-
-
-def _unary(name: str, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-    request, response = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
-    return grpc.unary_unary_rpc_method_handler(call, request.FromString, response.SerializeToString)
 
 
 def _version() -> str:

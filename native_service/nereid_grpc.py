@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tritonclient.grpc import service_pb2
 
-from native_service.checkpoint import Budget, CheckpointInput, CheckpointReader, output_chunks
+from native_service.checkpoint import Budget, CheckpointReader, output_chunks
 from native_service.envoy_config import KSERVE
-from native_service.grpc_edge import Inference, errors_told
+from native_service.grpc_edge import Inference, errors_told, parsed, unary
+from native_service.infer_messages import read_outputs
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
-from nereid_backend.errors import EngineError, ResourceExhausted
+from nereid_backend.errors import EngineError, NereidError, OverLimit
 from nereid_backend.spec import ModelSpec
 
 SERVICE = "inference.Nereid"
+
+_CANCELLATION_LAG_S = 0.005
 
 
 class NereidService:
@@ -41,14 +44,10 @@ class NereidService:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "HealthCheck": grpc.unary_unary_rpc_method_handler(
-                    self.health_check, pb.HealthCheckRequest.FromString, pb.HealthCheckResponse.SerializeToString
-                ),
-                "ViewModels": grpc.unary_unary_rpc_method_handler(
-                    self.view_models, pb.ViewModelsRequest.FromString, pb.ViewModelsResponse.SerializeToString
-                ),
+                "HealthCheck": unary(self.health_check, pb.HealthCheckRequest, pb.HealthCheckResponse),
+                "ViewModels": unary(self.view_models, pb.ViewModelsRequest, pb.ViewModelsResponse),
                 "Checkpoint": grpc.stream_stream_rpc_method_handler(
-                    self.checkpoint, pb.CheckpointRequest.FromString, pb.CheckpointResponse.SerializeToString
+                    self.checkpoint, response_serializer=pb.CheckpointResponse.SerializeToString
                 ),
             },
         )
@@ -59,61 +58,63 @@ class NereidService:
     async def view_models(self, _request: inference_pb2.ViewModelsRequest, _context: Any) -> Any:
         return inference_pb2.ViewModelsResponse(model_names=self._specs)
 
-    async def checkpoint(self, requests: AsyncIterator[inference_pb2.CheckpointRequest], context: Any) -> None:
-        """One tensor in, all outputs back; nothing runs before the client has closed its side."""
+    async def checkpoint(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
-            response, spec = await self._answer(requests, context)
-            await self._stream(response, spec, context)
+            spec, answer = await self._answer(requests, context)
+            # Also what a client is slow to read is held for it.
+            self._budget.take(len(answer))
+            try:
+                await self._stream(answer, spec, context)
+            finally:
+                self._budget.give_back(len(answer))
 
-    async def _answer(self, requests: AsyncIterator[Any], context: Any) -> tuple[Any, ModelSpec]:
+    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> tuple[ModelSpec, bytes]:
+        """The model that was asked, and its serialised ModelInferResponse."""
         reader = CheckpointReader(self._specs, self._limits, self._budget)
         try:
-            async for message in requests:
-                self._check_size(message)
-                reader.receive(message)
-                if not reader.needs_input:
-                    break
-            request = reader.finish()
+            model = await self._read(reader, requests)
             # Only now a permit is taken: a client that uploads slowly must not keep others from running.
-            return await self._inference.run(_infer_request(request), context), request.model
+            return model, await self._inference.run_serialised(model.name, reader.take_request(), context)
         finally:
             reader.close()
 
-    def _check_size(self, message: Any) -> None:
+    async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
+        try:
+            async for message in requests:
+                self._check_size(message)
+                reader.receive(parsed(inference_pb2.CheckpointRequest, message))
+                if not reader.needs_input:
+                    break
+            if not reader.has_ended:
+                # To gRPC a client that went looks like one that closed its side, until the cancellation follows.
+                await asyncio.sleep(_CANCELLATION_LAG_S)
+            return reader.finish()
+        except (NereidError, asyncio.CancelledError) as error:
+            if reader.model is not None:
+                self._inference.refusals.add(reader.model.name, error)
+            raise
+
+    def _check_size(self, message: bytes) -> None:
         # The server itself takes larger messages, for ModelInfer.
-        if message.ByteSize() > self._limits.max_message_bytes:
-            raise ResourceExhausted(
-                f"a Checkpoint message of {message.ByteSize()} bytes is over the limit of this server,"
+        if len(message) > self._limits.max_message_bytes:
+            raise OverLimit(
+                f"a Checkpoint message of {len(message)} bytes is over the limit of this server,"
                 f" {self._limits.max_message_bytes} (server.limits.max_message_bytes); send smaller chunks"
             )
 
-    async def _stream(self, response: Any, spec: ModelSpec, context: Any) -> None:
+    async def _stream(self, answer: bytes, spec: ModelSpec, context: Any) -> None:
         """The log line, every output in the order of the specification, the end."""
-        if len(response.outputs) != len(response.raw_output_contents):
-            raise EngineError(f"model {spec.name!r} answered with outputs that carry no bytes")
-        outputs = {
-            tensor.name: (tensor.shape, data)
-            for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True)
-        }
+        outputs = {tensor.name: tensor for tensor in read_outputs(answer)}
         missing = [tensor.name for tensor in spec.outputs if tensor.name not in outputs]
         if missing:
             raise EngineError(f"model {spec.name!r} answered without its outputs {missing}")
         text = f"inference completed for model '{spec.name}'"
         await context.write(inference_pb2.CheckpointResponse(chunk=text))
         for tensor in spec.outputs:
-            shape, data = outputs[tensor.name]
-            for chunk in output_chunks(tensor.name, shape, data):
+            for chunk in output_chunks(outputs[tensor.name]):
                 await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
         await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
-
-
-def _infer_request(request: CheckpointInput) -> Any:
-    message = service_pb2.ModelInferRequest(model_name=request.model.name)
-    if request.tensor is not None:
-        tensor = message.inputs.add(name=request.tensor.name, datatype=request.tensor.element.kserve)
-        tensor.shape.extend(request.shape)
-        message.raw_input_contents.append(bytes(request.data))
-    return message
 
 
 class NativeServer:

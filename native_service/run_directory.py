@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from native_service import locks
+from nereid_backend import locks
 from nereid_backend.cache import PRIVATE
 
 _LOG = logging.getLogger("nereid.run")

@@ -97,7 +97,7 @@ class Limits(_Section):
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = 4 * 1024 * 1024
     """Largest single message of a Checkpoint call."""
     max_request_bytes: Annotated[int, Field(gt=0, le=1024 * 1024 * 1024)] = 128 * 1024 * 1024
-    """Largest ModelInfer request, all tensors together; a connection may buffer that much."""
+    """Largest ModelInfer request and Checkpoint input, all tensors together; a connection may buffer that much."""
     max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     """Largest input tensor of a Checkpoint call, all chunks together."""
     max_buffered_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024 * 1024

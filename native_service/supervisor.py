@@ -149,7 +149,7 @@ async def _start(
             models=catalogue.models,
             is_ready=front.is_ready,
             metrics=where.metrics,
-            refusals=front.admin.refusals,
+            failed=front.failed,
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)

@@ -10,10 +10,11 @@ from nereid_backend.errors import SettingsError
 PRIVATE = 0o700
 
 
-def cache_folder() -> Path:
+def cache_folder(*, writable: bool = True) -> Path:
     """``$NEREID_CACHE_DIR``, else ``$XDG_CACHE_HOME/nereid``, else ``~/.cache/nereid``; made with mode 0700.
 
-    Raises SettingsError when it cannot be made, belongs to another user or can be written by everyone.
+    ``writable=False``: one that can only be read will do. Raises SettingsError when it cannot be made, belongs to
+    another user or can be written by everyone.
     """
     if chosen := os.environ.get("NEREID_CACHE_DIR"):
         folder = Path(chosen).absolute()
@@ -31,7 +32,7 @@ def cache_folder() -> Path:
     # Programs are run from here: a folder others can write to would be other people's code.
     if status.st_uid != os.getuid():
         raise SettingsError(f"cache folder {folder} belongs to another user; set NEREID_CACHE_DIR to one of your own")
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if writable and not os.access(folder, os.W_OK | os.X_OK):
         raise SettingsError(f"cache folder {folder} is not writable; set NEREID_CACHE_DIR to a writable folder")
     if status.st_mode & 0o002:
         raise SettingsError(f"cache folder {folder} can be written by everyone; chmod o-w it or set NEREID_CACHE_DIR")

@@ -45,6 +45,12 @@ class ResourceExhausted(NereidError):
     code = "RESOURCE_EXHAUSTED"
 
 
+class OverLimit(NereidError):
+    """A request larger than this server takes; sending it again does not help."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
 class DeadlineExceeded(NereidError):
     """The client stops waiting before its call can be handed on."""
 

@@ -35,7 +35,7 @@ from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 from nereid_backend.tensors import TensorAccess
 
 # BLS on Triton 2.51 makes every error INTERNAL: our own runtime writes the code before its text when asked to.
-_CODE_IN_TEXT = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
+_CODE_IN_TEXT = re.compile(r"\[([A-Z_]+)\] ")
 _BY_CODE: dict[str, type[NereidError]] = {
     cls.code: cls for cls in (InvalidArgument, DeadlineExceeded, ModelUnavailable, Cancelled)
 }
@@ -214,8 +214,8 @@ def _by_name(given: Arrays, what: str, error: type[NereidError]) -> dict[str, Ar
 
 def _error(callee: str, text: str) -> NereidError:
     """The error of a callee with its meaning, as far as Triton lets it through."""
-    if told := _CODE_IN_TEXT.match(text):
-        return _BY_CODE.get(told[1], EngineError)(told[2])
+    if told := _CODE_IN_TEXT.search(text):  # an ensemble puts its own name before it
+        return _BY_CODE.get(told[1], EngineError)(text[: told.start()] + text[told.end() :])
     if any(words in text for words in _AWAY):
         return ModelUnavailable(f"model {callee!r} is not available at the moment; try later")
     return EngineError(f"model {callee!r} failed: {(text.splitlines() or [''])[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import signal
 import subprocess
@@ -98,19 +99,29 @@ def meta(model: str) -> Any:
     return pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=model))
 
 
-def chunk(shape: list[int], data: bytes, *, end: bool = True) -> Any:
-    return pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=data, end_of_tensor=end))
+def chunk(shape: list[int], data: bytes, *, end: bool = True, name: str = "") -> Any:
+    return pb.CheckpointRequest(chunk=pb.TensorChunk(tensor_name=name, shape=shape, data=data, end_of_tensor=end))
 
 
-def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
-    """The output and its bytes, after checking that the parts come in their order."""
+def tensors_of(responses: list[Any]) -> dict[str, tuple[list[int], bytes]]:
+    """The outputs and their bytes, after checking that the parts come in their order."""
     kinds = ["output" if r.HasField("output_chunk") else "done" if r.done else "text" for r in responses]
     assert kinds == ["text", *["output"] * (len(kinds) - 2), "done"]
     assert responses[-1].exit_code == 0
-    chunks = [r.output_chunk for r in responses[1:-1]]
-    assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
-    assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
-    return list(chunks[0].shape), b"".join(c.data for c in chunks)
+    tensors = {}
+    for name, group in itertools.groupby((r.output_chunk for r in responses[1:-1]), lambda chunk: chunk.tensor_name):
+        chunks = list(group)
+        assert name not in tensors
+        assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
+        assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
+        tensors[name] = (list(chunks[0].shape), b"".join(c.data for c in chunks))
+    return tensors
+
+
+def tensor_of(responses: list[Any]) -> tuple[list[int], bytes]:
+    """The only output and its bytes."""
+    [tensor] = tensors_of(responses).values()
+    return tensor
 
 
 def input_tensor(name: str, array: np.ndarray) -> Any:
@@ -120,15 +131,15 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     return tensor
 
 
-def write_adder(path: Path, amount: float = 1.0) -> None:
+def write_adder(path: Path, amount: float = 1.0, dtype: int = TensorProto.FLOAT) -> None:
     """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
-    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("input", "output")]
+    tensors = [helper.make_tensor_value_info(name, dtype, ["n", 4]) for name in ("input", "output")]
     graph = helper.make_graph(
         [helper.make_node("Add", ["input", "amount"], ["output"])],
         "adder",
         tensors[:1],
         tensors[1:],
-        [helper.make_tensor("amount", TensorProto.FLOAT, [1], [amount])],
+        [helper.make_tensor("amount", dtype, [1], [amount])],
     )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 

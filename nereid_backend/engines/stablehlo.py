@@ -7,7 +7,11 @@ Only ``jax.extend`` and ``jax.interpreters.mlir`` are used: the same lines run o
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +20,16 @@ from typing import Any
 import numpy as np
 
 from nereid_backend import dtypes, safetensors
-from nereid_backend.cache import cache_folder
 from nereid_backend.engines import Array, import_library, parse_device
-from nereid_backend.errors import BundleError, DeviceMissing, EngineError, SettingsError, SignatureError
+from nereid_backend.errors import BundleError, DeviceMissing, EngineError, SignatureError
+from nereid_backend.program_cache import ProgramCache, processor_features
 from nereid_backend.spec import ModelSpec
 
+_LOG = logging.getLogger("nereid.stablehlo")
+
 ENTRY = "main"
+COMPILATION = 1
+"""Part of every cached program's key: raised when this file makes something else of the same artifact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +149,89 @@ def _make_primitive() -> Any:
     return primitive
 
 
+class _Compiler:
+    """Compiles artifacts for one device, or takes them from the cache of compiled programs."""
+
+    def __init__(self, jax: Any, device: Any) -> None:
+        self._jax, self._device = jax, device
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._cache = ProgramCache.open()
+        self._target = _target(jax, device)
+
+    def program(self, path: Path) -> Callable[..., Any]:
+        """The program of an artifact, ready to be called with numpy inputs and device-resident weights."""
+        try:
+            key = hashlib.sha256(self._target + path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise SignatureError(f"{path.name}: cannot be read ({error.strerror})") from None
+        return self._cached(path.name, key) or self._compiled(path, key)
+
+    def _cached(self, name: str, key: str) -> Callable[..., Any] | None:
+        from jax.experimental import serialize_executable
+
+        if (entry := self._cache.read(key)) is None:
+            return None
+        try:
+            # The cache's folder is private to this user, which makes its pickles as trustworthy as this code.
+            executable, in_tree, out_tree = pickle.loads(entry)  # noqa: S301
+            program: Callable[..., Any] = serialize_executable.deserialize_and_load(
+                executable, in_tree, out_tree, self._device.client, [self._device]
+            )
+        except Exception as error:  # noqa: BLE001 - whatever an entry does, the artifact can be compiled again
+            _LOG.warning("%s: its cached program cannot be loaded (%s); compiling it again", name, first_line(error))
+            return None
+        return program
+
+    def _compiled(self, path: Path, key: str) -> Callable[..., Any]:
+        from jax.experimental import serialize_executable
+
+        module, primitive = read_module(path), _make_primitive()
+
+        def nereid_program(*arguments: Any) -> Any:
+            return primitive.bind(*arguments, module=module)
+
+        shapes = [
+            self._jax.ShapeDtypeStruct(a.shape, dtypes.by_token(a.dtype).numpy, sharding=self._sharding)
+            for a in module.arguments
+        ]
+        try:
+            program: Callable[..., Any] = self._jax.jit(nereid_program).lower(*shapes).compile()
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise EngineError(f"{path.name}: does not compile: {first_line(error)}") from error
+        try:
+            entry = pickle.dumps(serialize_executable.serialize(program))
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            _LOG.info("%s: its compiled program cannot be cached (%s)", path.name, first_line(error))
+        else:
+            self._cache.write(key, entry)
+        return program
+
+
+def _target(jax: Any, device: Any) -> bytes:
+    """What besides the artifact decides a compiled program: code generators, device, and for the CPU its own kind.
+
+    Weights are arguments and always in program order here, so neither they nor their layout take part.
+    """
+    import jaxlib
+
+    facts = [COMPILATION, jax.__version__, jaxlib.__version__, np.__version__, sys.version_info[:2]]
+    facts += [device.platform, device.device_kind, device.id, device.client.platform_version]
+    facts += [os.environ.get("XLA_FLAGS")]
+    if device.platform == "cpu":
+        # XLA generates code for the features of this processor and splits loops for this number of threads.
+        facts += [*processor_features(), os.environ.get("NPROC"), len(os.sched_getaffinity(0))]
+    return repr(facts).encode()
+
+
 class StableHloEngine:
-    """One jitted function per variant and compiled size; all share one set of device-resident weights."""
+    """One program per variant and compiled size; all share one set of device-resident weights."""
 
     def __init__(
         self, functions: dict[tuple[int, ...], Callable[..., Any]], weights: list[Any], axes: list[tuple[int, int]]
     ):
         """``functions`` by the sizes that the inputs have at ``axes``, pairs of input and axis."""
         self._functions = functions
+        self._only = next(iter(functions.values())) if len(functions) == 1 else None
         self._weights = weights
         self._axes = axes
 
@@ -169,28 +252,16 @@ class StableHloEngine:
             # written afterwards, which the aliasing demands.
             tensors = safetensors.read(directory / spec.weights.file).tensors
             weights = [jax.device_put(tensors[name], device) for name in spec.weights.argument_order]
-        primitive = _make_primitive()
-        shardings = {} if spec.device == "cpu" else {"in_shardings": jax.sharding.SingleDeviceSharding(device)}
-
-        def jitted(module: Module) -> Callable[..., Any]:
-            def nereid_program(*arguments: Any) -> Any:
-                return primitive.bind(*arguments, module=module)
-
-            function: Callable[..., Any] = jax.jit(nereid_program, **shardings)
-            return function
-
+        compiler = _Compiler(jax, device)
         functions = {}
         for program in spec.programs:
             size = () if program.batch_size is None else (program.batch_size,)
-            functions[program.variant + size] = jitted(read_module(directory / program.file))
+            functions[program.variant + size] = compiler.program(directory / program.file)
         batched = [(i, t.batch_axis) for i, t in enumerate(spec.inputs) if t.batch_axis is not None]
         return cls(functions, weights, [*spec.variable_axes, *batched[:1]])
 
     def run(self, inputs: list[Array]) -> list[Array]:
-        if len(self._functions) == 1:
-            (function,) = self._functions.values()
-        else:
-            function = self._functions[tuple(inputs[i].shape[axis] for i, axis in self._axes)]
+        function = self._only or self._functions[tuple([inputs[i].shape[axis] for i, axis in self._axes])]
         try:
             # numpy arguments go straight in (an explicit device_put costs 20 us each); np.asarray waits for the
             # result, after which the inputs may be reused.
@@ -199,7 +270,7 @@ class StableHloEngine:
             raise EngineError(f"the StableHLO program failed: {first_line(error)}") from error
 
     def close(self) -> None:
-        self._functions, self._weights = {}, []
+        self._functions, self._only, self._weights = {}, None, []
 
 
 def first_line(error: Exception) -> str:
@@ -213,20 +284,6 @@ def configure(jax: Any, device: str) -> None:
     jax.config.update("jax_enable_x64", True)
     # A CUDA build of jax would otherwise take the first GPU for a model that asks for the CPU.
     jax.config.update("jax_platforms", "cpu" if parse_device(device)[0] == "cpu" else "cuda,cpu")
-    if (folder := _compilation_cache()) is not None:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _compilation_cache() -> Path | None:
-    """The folder of compiled programs, None where this process has no private one (a read-only container, say)."""
-    try:
-        folder = cache_folder() / "xla"
-        folder.mkdir(exist_ok=True)
-    except (SettingsError, OSError):
-        return None
-    return folder if os.access(folder, os.W_OK) else None
 
 
 def find_device(jax: Any, device: str) -> Any:

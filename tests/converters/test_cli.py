@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +203,54 @@ def test_a_fault_of_ours_is_one_line_and_the_other_models_go_on(
     assert (result.exit_code, (tmp_path / "r" / "add_one").is_dir()) == (1, True)
     assert "KeyError" in result.stderr
     assert "Traceback" not in result.output
+
+
+ABORTING = """
+import os, signal, converters.convert
+from converters.cli import main
+convert = converters.convert.convert
+def aborting(source, *rest, **options):
+    if source.name == "aborts.onnx":
+        os.abort()
+    if source.name == "exits.onnx":
+        os._exit(7)
+    return convert(source, *rest, **options)
+converters.convert.convert = aborting
+main()
+"""
+
+
+def test_a_reader_that_ends_its_process_fails_its_own_model_only(plus_one: Any, tmp_path: Path) -> None:
+    for name in ("aborts", "before", "exits", "last"):
+        plus_one(("batch", 4), path=tmp_path / f"{name}.onnx")
+    command = [sys.executable, "-c", ABORTING, str(tmp_path), "-o", str(tmp_path / "r")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: {tmp_path / name}.onnx: reading it ended the converter ({how}); it is damaged, export it again"
+        for name, how in (("aborts", "signal 6"), ("exits", "exit code 7"))
+    ]
+    assert [line.partition(" -> ")[0] for line in done.stdout.splitlines()] == [
+        str(tmp_path / f"{name}.onnx") for name in ("before", "last")
+    ]
+
+
+def test_a_stopped_command_stops_its_child(plus_one: Any, tmp_path: Path) -> None:
+    plus_one(("batch", 4), path=tmp_path / "m.onnx")
+    waiting = (
+        "import os, pathlib, time, converters.convert\n"
+        "from converters.cli import main\n"
+        "def convert(source, *rest, **options):\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "converters.convert.convert = convert\n"
+        "main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", waiting, str(tmp_path / "m.onnx")])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == 1
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()

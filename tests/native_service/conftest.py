@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from native_service import envoy_install
+from native_service import envoy_install, metrics
 from native_service.envoy_config import Admitted
 from native_service.front import Front
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService
+from native_service.metrics import Refusals
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Limits, ServerSettings
@@ -136,10 +137,11 @@ class FakeServer:
 class Service:
     """The running pair, and a channel to its front."""
 
-    def __init__(self, triton: FakeTriton, native: NativeServer, channel: Any) -> None:
+    def __init__(self, triton: FakeTriton, native: NativeServer, channel: Any, refusals: Refusals) -> None:
         self.triton = triton
         self.native = native
         self.channel = channel
+        self.refusals = refusals
 
 
 @asynccontextmanager
@@ -148,7 +150,8 @@ async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncItera
     limits = limits or Limits()
     triton = FakeTriton()
     async with FakeServer(triton) as back:
-        inference = Inference(back.channel)
+        refusals = Refusals()
+        inference = Inference(back.channel, refusals)
         handlers = (
             NereidService(specs, inference, limits).handler,
             KServeService(specs, inference, back.channel, back.is_ready).handler,
@@ -158,7 +161,7 @@ async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncItera
         await native.set_serving(True)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Service(triton, native, channel)
+                yield Service(triton, native, channel, refusals)
         finally:
             await native.stop(0)
 
@@ -174,6 +177,13 @@ class Fronted:
 
     async def permits_in_use(self, model: str = "adder") -> int:
         return (await self.front.admin.permits_in_use())[model]
+
+    async def failures(self) -> dict[tuple[str, str], float]:
+        """By model and reason, what would be shown where Triton has counted nothing; zeros are left out."""
+        failed = await self.front.failed()
+        models = {model for model, _ in (*failed.by_status, *failed.by_reason)}
+        cells = [(model, reason) for model in models for reason in metrics.REASONS]
+        return {cell: count for cell in cells if (count := failed.beside(*cell, 0))}
 
 
 @asynccontextmanager

@@ -112,6 +112,24 @@ def test_what_the_front_refuses_is_undone(shelf: Shelf) -> None:
     shelf.remove("refused")
 
 
+def test_a_disk_that_fails_half_way_leaves_the_version_before(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, triton: Any
+) -> None:
+    shelf.put("disk", 1, disk_twin=10)
+    rename = Path.rename
+
+    def no_space(path: Path, target: Path) -> Path:
+        if target == triton.repository / "disk" and "before" not in str(path):
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", no_space)
+    with pytest.raises(RepositoryError, match=r"model 'disk' cannot take its place \(No space left on device\)"):
+        shelf.put("disk", 2, disk_twin=20)
+    assert (shelf.amount("disk"), shelf.amount("disk_twin")) == (1, 10)
+    shelf.remove("disk")
+
+
 def test_a_hidden_model_never_takes_the_place_of_another(shelf: Shelf) -> None:
     shelf.put("owner", 1)
     with pytest.raises(RepositoryError, match="model 'thief' needs the name 'owner', which is served; rename one"):

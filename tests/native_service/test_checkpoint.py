@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
 
-from native_service.checkpoint import CHUNK_BYTES, Budget, CheckpointInput, CheckpointReader, batched_shape
+from native_service.checkpoint import CHUNK_BYTES, Budget, CheckpointReader, batched_shape
 from native_service.checkpoint import output_chunks as cut
+from native_service.infer_messages import Tensor
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
-from nereid_backend.errors import InvalidArgument, NereidError, NotFound, ResourceExhausted
+from nereid_backend.errors import InvalidArgument, NereidError, NotFound, OverLimit, ResourceExhausted
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
 Spec = Callable[..., ModelSpec]
@@ -20,19 +22,30 @@ def meta(name: str = "adder") -> pb.CheckpointRequest:
     return pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=name, output_file="ignored.npz"))
 
 
-def chunk(shape: Sequence[int], data: bytes = b"", *, end: bool = False, index: int = 0) -> pb.CheckpointRequest:
-    return pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=data, end_of_tensor=end, chunk_index=index))
+def chunk(
+    shape: Sequence[int], data: bytes = b"", *, end: bool = False, index: int = 0, name: str = ""
+) -> pb.CheckpointRequest:
+    tensor = pb.TensorChunk(tensor_name=name, shape=shape, data=data, end_of_tensor=end, chunk_index=index)
+    return pb.CheckpointRequest(chunk=tensor)
 
 
 EMPTY = pb.CheckpointRequest()
 
 
-def read(model: ModelSpec, *messages: pb.CheckpointRequest, limits: Limits | None = None) -> CheckpointInput:
+def read(model: ModelSpec, *messages: pb.CheckpointRequest, limits: Limits | None = None) -> dict[str, Tensor]:
+    """What Triton would be asked, by input."""
     limits = limits or Limits()
-    reader = CheckpointReader({model.name: model}, limits, Budget(limits.max_buffered_bytes))
+    budget = Budget(limits.max_buffered_bytes)
+    reader = CheckpointReader({model.name: model}, limits, budget)
     for message in messages:
         reader.receive(message)
-    return reader.finish()
+    assert reader.finish() is model
+    request = service_pb2.ModelInferRequest.FromString(reader.take_request())
+    assert budget.used_bytes == 0
+    assert request.model_name == model.name
+    assert [t.datatype for t in request.inputs] == [t.element.kserve for t in model.inputs]
+    pairs = zip(request.inputs, request.raw_input_contents, strict=True)
+    return {t.name: Tensor(t.name, tuple(t.shape), data) for t, data in pairs}
 
 
 @pytest.mark.parametrize(
@@ -71,11 +84,11 @@ def test_each_row_of_the_table_has_its_error(
 def test_a_tensor_may_come_in_chunks_and_without_an_end_mark(spec: Spec) -> None:
     data = bytes(range(64))
     whole = read(spec(), meta(" adder "), chunk([1, 16], data[:24], index=7), chunk([1, 16], data[24:]))
-    assert (whole.shape, bytes(whole.data)) == ((1, 16), data)
+    assert whole == {"input": Tensor("input", (1, 16), data)}
 
 
 def test_a_left_out_batch_dimension_is_put_in(spec: Spec) -> None:
-    assert read(spec(), meta(), chunk([16], bytes(64))).shape == (1, 16)
+    assert read(spec(), meta(), chunk([16], bytes(64)))["input"].shape == (1, 16)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +117,7 @@ def test_the_batch_rules(
 
 def test_the_element_size_is_the_declared_type_s(spec: Spec) -> None:
     model = spec(dtype="i64", dims=(2,))
-    assert read(model, meta(), chunk([2], bytes(16))).shape == (1, 2)
+    assert read(model, meta(), chunk([2], bytes(16)))["input"].shape == (1, 2)
     with pytest.raises(InvalidArgument, match="needs 16 bytes, got 8"):
         read(model, meta(), chunk([2], bytes(8)))
 
@@ -116,30 +129,90 @@ def test_a_model_without_input_ignores_what_is_sent(spec: Spec) -> None:
     assert reader.needs_input
     reader.receive(meta())
     assert not reader.needs_input
-    assert reader.finish().tensor is None
+    assert reader.finish() is model
+    assert service_pb2.ModelInferRequest.FromString(reader.take_request()) == service_pb2.ModelInferRequest(
+        model_name="adder"
+    )
 
 
-def test_a_model_with_two_inputs_is_sent_to_kserve(spec: Spec) -> None:
-    with pytest.raises(InvalidArgument, match=r"2 inputs and Checkpoint carries one.*ModelInfer"):
-        read(spec(inputs=2), meta())
+@pytest.mark.parametrize("name", ["", "input", "something else"])
+def test_the_name_of_a_model_s_only_input_does_not_matter(spec: Spec, name: str) -> None:
+    assert read(spec(), meta(), chunk([16], bytes(64), name=name)) == {"input": Tensor("input", (1, 16), bytes(64))}
+
+
+A, B = bytes(range(64)), bytes(range(64, 128))
+PIECES = [("input0", A[:24]), ("input0", A[24:]), ("input1", B[:40]), ("input1", B[40:])]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (0, 2, 1, 3), (2, 0, 3, 1)])
+def test_several_inputs_come_by_name_in_any_order_and_interleaved(spec: Spec, order: tuple[int, ...]) -> None:
+    chunks = [
+        chunk([16] if name == "input0" else [1, 16], data, name=name) for name, data in (PIECES[i] for i in order)
+    ]
+    assert read(spec(inputs=2), meta(), *chunks) == {
+        "input0": Tensor("input0", (1, 16), A),
+        "input1": Tensor("input1", (1, 16), B),
+    }
+
+
+def test_an_input_that_has_ended_leaves_the_others_open(spec: Spec) -> None:
+    first = [chunk([16], A, name="input0", end=True), chunk([16], B, name="input1", end=True)]
+    assert read(spec(inputs=2), meta(), *first).keys() == {"input0", "input1"}
+    with pytest.raises(InvalidArgument, match="model 'adder' input 'input0': a chunk came after end_of_tensor=true"):
+        read(spec(inputs=2), meta(), *first, chunk([16], name="input0"))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([], "no tensor chunks were sent for model 'adder'"),
+        ([chunk([16], A)], "no input ''; tensor_name must be one of ['input0', 'input1']"),
+        ([chunk([16], A, name="x")], "no input 'x'; tensor_name must be one of ['input0', 'input1']"),
+        ([chunk([16], A, name="input1")], "needs the inputs ['input0', 'input1']; not sent: ['input0']"),
+        ([chunk([15], A, name="input1")], "input 'input1': dimension 0 must be 16, got 15"),
+        (
+            [chunk([16], A, name="input0"), chunk([16], A, name="input1"), chunk([1, 16], name="input1")],
+            "input 'input1': the shape changed within the request: first [16], now [1, 16]",
+        ),
+        (
+            [chunk([16], A, name="input0"), chunk([16], B[:60], name="input1")],
+            "input 'input1': shape [16] needs 64 bytes, got 60",
+        ),
+        (
+            [chunk([2, 16], A + A, name="input0"), chunk([16], B, name="input1")],
+            "all inputs must have as many rows, got {'input0': 2, 'input1': 1}",
+        ),
+    ],
+)
+def test_what_is_wrong_about_several_inputs_is_said(spec: Spec, chunks: list[pb.CheckpointRequest], words: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read(spec(inputs=2), meta(), *chunks)
+    assert words in str(caught.value)
+
+
+def test_all_inputs_together_are_bounded_like_a_modelinfer_request(spec: Spec) -> None:
+    both = [chunk([16], A, name="input0"), chunk([16], B, name="input1")]
+    assert read(spec(inputs=2), meta(), *both, limits=Limits(max_request_bytes=128))
+    with pytest.raises(OverLimit, match=r"are 128 bytes or more, .* is 127 \(server.limits.max_request_bytes\)"):
+        read(spec(inputs=2), meta(), *both, limits=Limits(max_request_bytes=127))
 
 
 def test_a_tensor_over_the_limit_is_refused_before_any_byte_is_kept(spec: Spec) -> None:
     limits, budget = Limits(max_tensor_bytes=64), Budget(1000)
     reader = CheckpointReader({"adder": spec()}, limits, budget)
     reader.receive(meta())
-    with pytest.raises(InvalidArgument, match="is 128 bytes, the limit of this server is 64"):
+    with pytest.raises(OverLimit, match="is 128 bytes, the limit of this server is 64"):
         reader.receive(chunk([2, 16], bytes(64)))
     assert budget.used_bytes == 0
 
 
 def test_a_shape_of_astronomic_size_is_refused(spec: Spec) -> None:
-    with pytest.raises(InvalidArgument, match="limit of this server"):
+    with pytest.raises(OverLimit, match="limit of this server"):
         read(spec(dims=(-1, -1), max_batch_size=0), meta(), chunk([2**62, 2**62]))
 
 
 def test_endless_empty_chunks_are_refused(spec: Spec) -> None:
-    with pytest.raises(InvalidArgument, match="may send 3 chunks"):
+    with pytest.raises(OverLimit, match="may send 3 chunks"):
         read(spec(), meta(), *[chunk([16])] * 4, limits=Limits(max_chunks=3))
 
 
@@ -169,13 +242,13 @@ def test_any_cutting_gives_the_same_tensor(shape: tuple[int, ...], cuts: list[in
     edges = [0, *sorted(min(cut, size) for cut in cuts), size]
     pieces = [payload[a:b] for a, b in itertools.pairwise(edges)]
     whole = read(model, meta(), *(chunk(shape, piece) for piece in pieces))
-    assert (whole.shape, bytes(whole.data)) == (shape, payload)
+    assert whole["input"] == Tensor("input", shape, payload)
 
 
 @given(size=st.one_of(st.integers(0, 5), st.integers(0, 3).map(lambda n: n * CHUNK_BYTES), st.integers(0, 300_000)))
 def test_output_chunks_join_to_the_tensor(size: int) -> None:
     data = bytes(size)
-    chunks = list(cut("output", (size,), data))
+    chunks = list(cut(Tensor("output", (size,), memoryview(data))))
     assert b"".join(c.data for c in chunks) == data
     assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
     assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]

@@ -123,3 +123,17 @@ def test_requests_beside_hostile_ones_are_answered(served: Served) -> None:
             attacker.join()
     assert [answer.error_message for answer in answers] == [""] * 20
     assert set(refused) == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def test_a_flood_of_malformed_requests_into_a_log_nobody_reads_stops_nothing(served: Served) -> None:
+    # Triton complains about each in its log, which goes through our process into a pipe that is read at the end only.
+    broken = service_pb2.ModelInferRequest(model_name="rows", id="not UTF-8").SerializeToString()
+    broken = broken.replace(b"not UTF-8", b"not \xff\xfe-8")
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        codes = set()
+        for calls in range(10):
+            futures = [infer.future(broken, timeout=20) for _ in range(100)]
+            codes |= {future.code() for future in futures}
+            assert (ask(served, "rows", *good("rows")) == ROW + 1).all(), calls
+    assert grpc.StatusCode.DEADLINE_EXCEEDED not in codes

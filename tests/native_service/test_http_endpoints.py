@@ -6,6 +6,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from native_service.http_endpoints import HttpEndpoints
+from native_service.metrics import Failed
 from native_service.settings import Address
 from nereid_backend.errors import SettingsError
 
@@ -33,11 +34,11 @@ async def endpoints(ready: bool = True) -> AsyncIterator[tuple[Address, web.AppR
     async def is_ready() -> bool:
         return ready
 
-    async def refusals() -> dict[str, int]:
-        return {"m": 2}
+    async def failed() -> Failed:
+        return Failed({("m", 8): 2}, {})
 
     metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
-    served = HttpEndpoints(LOOPBACK, models=["m"], is_ready=is_ready, metrics=metrics_address, refusals=refusals)
+    served = HttpEndpoints(LOOPBACK, models=["m"], is_ready=is_ready, metrics=metrics_address, failed=failed)
     yield await served.start(), triton
     await served.stop()
     await triton.cleanup()
@@ -92,7 +93,7 @@ def test_a_port_somebody_has_is_one_message() -> None:
                 models=[],
                 is_ready=lambda: asyncio.sleep(0, True),
                 metrics="127.0.0.1:1",
-                refusals=lambda: asyncio.sleep(0, {}),
+                failed=lambda: asyncio.sleep(0, Failed({}, {})),
             )
             with pytest.raises(SettingsError, match=r"server.http_addr 127.0.0.1:\d+ cannot be bound"):
                 await second.start()

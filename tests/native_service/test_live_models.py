@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
+from onnx import TensorProto
 from serving import Served, alive, input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
 
@@ -85,7 +86,7 @@ def live(
     folder: Path, *, settings: str | None = None, watch: bool = False, models: tuple[str, ...] = ()
 ) -> Iterator[Any]:
     """``settings``: text of the ``server`` and ``models`` sections, bind_addr and folder aside."""
-    (folder / "models").mkdir()
+    (folder / "models").mkdir(exist_ok=True)
     for name in models:
         write_adder(folder / "models" / f"{name}.onnx")
     arguments = [str(folder / "models"), "--bind", "127.0.0.1:0"]
@@ -170,8 +171,10 @@ def test_only_what_the_settings_list_can_be_loaded_and_unloaded(tmp_path: Path) 
         with pytest.raises(InferenceServerException):
             client.load_model("adder", client_timeout=0.05)
         serving.until(lambda: serving.amount() == 1)  # though whoever asked for it has gone
+        (process,) = stubs(serving.served, "adder")
+        os.kill(process, signal.SIGKILL)
         client.load_model("adder")
-        assert serving.amount() == 1
+        assert serving.amount() == 1  # a model whose process died is back
 
 
 def stubs(served: Served, model: str) -> set[int]:
@@ -181,6 +184,13 @@ def stubs(served: Served, model: str) -> set[int]:
             if f"/{model}/1/model.py\0".encode() in (Path("/proc") / str(pid) / "cmdline").read_bytes():
                 found.add(pid)
     return found
+
+
+def has_mapped(pid: int, library: str) -> bool:
+    """Whether the process is that far: it reports to Triton before it imports the engine."""
+    with suppress(OSError):
+        return library in (Path("/proc") / str(pid) / "maps").read_text()
+    return False
 
 
 def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: Path) -> None:
@@ -193,9 +203,9 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
         write_adder(serving.models / "adder.onnx", 2)
 
         def stop_the_new_one() -> None:
-            while not (new := stubs(serving.served, "adder") - old):
+            while not (new := [pid for pid in stubs(serving.served, "adder") - old if has_mapped(pid, "onnxruntime")]):
                 time.sleep(0.005)
-            os.kill(new.pop(), signal.SIGSTOP)
+            os.kill(new[0], signal.SIGSTOP)
 
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(stop_the_new_one)
@@ -303,6 +313,65 @@ def test_with_a_list_only_listed_models_appear_and_the_list_may_change(tmp_path:
         serving.until(lambda: serving.names() == ["later", "unlisted"])
         code, _ = code_of(lambda: serving.client.load_model("adder"))
         assert code == "UNIMPLEMENTED"
+
+
+def write_adding_twice(folder: Path) -> None:
+    """A meta model over ``adder`` whatever the rows of that hold."""
+    folder.mkdir()
+    (folder / "hooks.py").write_text(
+        "from nereid_backend.hooks import register_meta_model\n"
+        "def run(inputs, call):\n"
+        "    (once,) = call('adder', {'input': inputs[0].array})\n"
+        "    return call('adder', {'input': once.array})\n"
+        "register_meta_model(run=run)\n"
+    )
+    tensor = "dtype: f32, shape: an, dims: {a: -1}"
+    (folder / "manifest.yaml").write_text(
+        "format_version: '2.1'\nkind: meta\nmeta: {calls: [adder]}\n"
+        f"client_inputs: [{{name: input, {tensor}}}]\nclient_outputs: [{{name: output, {tensor}}}]\n"
+    )
+
+
+def test_a_meta_model_follows_its_callees(tmp_path: Path) -> None:
+    with live(tmp_path, watch=True, models=("adder", "other")) as serving:
+        assert serving.names() == ["adder", "other"]
+        write_adding_twice(serving.models / "twice")
+        serving.until(lambda: serving.names() == ["other", "twice"])  # its callee is hidden from now on
+        assert serving.amount("twice") == 2
+        assert code_of(lambda: serving.amount("adder"))[0] == "NOT_FOUND"
+        write_adder(serving.models / "adder.onnx", 3)
+        serving.until(lambda: serving.amount("twice") == 6)
+        write_adder(serving.models / "adder.onnx", 4, dtype=TensorProto.DOUBLE)  # another contract: it is told so
+
+        def told() -> bool:
+            try:
+                serving.amount("twice")
+            except InferenceServerException as error:
+                return "'adder' input 'input' is float32[1, 4], expected float64[-1, 4]" in str(error.message())
+            return False
+
+        serving.until(told)
+        shutil.rmtree(serving.models / "twice")
+        serving.until(lambda: serving.names() == ["adder", "other"])
+
+
+def test_a_listed_meta_model_brings_its_callees_and_takes_them_along(tmp_path: Path) -> None:
+    settings = listing("twice", server=CONTROLLED).replace(", options: {max_batch_size: 8}", "")
+    (tmp_path / "models").mkdir()
+    write_adding_twice(tmp_path / "models" / "twice")
+    with live(tmp_path, settings=settings, watch=True, models=("adder",)) as serving:
+        assert (serving.names(), serving.amount("twice")) == (["twice"], 2)
+        for ask in (serving.client.load_model, serving.client.unload_model):
+            assert code_of(lambda ask=ask: ask("adder"))[0] == "NOT_FOUND"
+        serving.client.unload_model("twice")
+        assert serving.names() == []
+        serving.client.load_model("twice")
+        assert serving.amount("twice") == 2
+        (tmp_path / "nereid.yaml").write_text(settings + listing("adder").partition("models:\n")[2])
+        serving.until(lambda: serving.names() == ["adder", "twice"])
+        assert serving.amount("adder") == 1
+        code, text = code_of(lambda: serving.client.unload_model("adder"))
+        assert (code, text) == ("FAILED_PRECONDITION", "model 'adder' is called by twice; unload that first")
 
 
 def test_one_bundle_is_followed_too(tmp_path: Path) -> None:

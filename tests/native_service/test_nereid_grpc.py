@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
@@ -147,6 +148,66 @@ def test_a_message_over_the_limit_is_refused(serving: Serving, spec: Spec) -> No
             assert await responses(service.channel, request([1000], np.zeros(1000, "<f4"))[:1] + [
                 pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[1000], data=bytes(400))) for _ in range(10)
             ])  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("method", ["inference.Nereid/ViewModels", "inference.GRPCInferenceService/ModelInfer"])
+def test_bytes_that_are_no_message_are_an_invalid_argument(serving: Serving, spec: Spec, method: str) -> None:
+    async def scenario() -> None:
+        async with serving(spec()) as service:
+            with pytest.raises(grpc.aio.AioRpcError, match="the request is not a valid inference") as caught:
+                await service.channel.unary_unary(f"/{method}")(b"\x0a\x7fabc")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            checkpoint = service.channel.stream_stream("/inference.Nereid/Checkpoint")(iter([b"\x0a\x7fabc"]))
+            with pytest.raises(grpc.aio.AioRpcError, match="not a valid inference"):
+                [_ async for _ in checkpoint]
+            stream = service.channel.stream_stream(
+                "/inference.GRPCInferenceService/ModelStreamInfer",
+                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+            )(iter([b"\x0a\x7fabc"]))
+            assert [r.error_message async for r in stream] == ["the request is not a valid inference.ModelInferRequest"]
+
+    asyncio.run(scenario())
+
+
+def test_a_name_of_any_length_makes_a_short_message(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(inputs=2)) as service:
+            long = "x" * 100_000
+            code, text = await refusal(service.channel, request([16], R16, name=long))
+            assert (code, len(text) < 200) == (grpc.StatusCode.NOT_FOUND, True)
+            messages = request([16], R16)
+            messages[1].chunk.tensor_name = long
+            code, text = await refusal(service.channel, messages)
+            assert (code, len(text) < 200) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+            ready = service.channel.unary_unary(
+                "/inference.GRPCInferenceService/ModelMetadata", service_pb2.ModelMetadataRequest.SerializeToString
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ready(service_pb2.ModelMetadataRequest(name=long))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(scenario())
+
+
+def test_who_finds_the_buffers_full_is_told_when_to_come_back_and_who_sends_too_much_is_not(
+    serving: Serving, spec: Spec
+) -> None:
+    async def scenario() -> None:
+        limits = Limits(max_buffered_bytes=100, max_tensor_bytes=64)
+        async with serving(spec(), limits=limits) as service:
+            waiting = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString
+            )()
+            for message in request([1, 16], R16):
+                await waiting.write(message)
+            for shape, values, hint in (([1, 16], R16, "1"), ([2, 16], np.zeros((2, 16), "<f4"), None)):
+                with pytest.raises(grpc.aio.AioRpcError, match=r"server\.limits\.max_\w+_bytes") as caught:
+                    await responses(service.channel, request(shape, values))
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert dict(caught.value.trailing_metadata() or ()).get("retry-after") == hint
+            waiting.cancel()
 
     asyncio.run(scenario())
 

@@ -5,33 +5,38 @@ Case numbers are those of the nereid facts (section 8); the models are made here
 
 from __future__ import annotations
 
-import os
+import asyncio
+import http.client
 import queue
-import random
-import signal
+import statistics
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import endings
 import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto, helper, save
-from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Served, checkpoint, chunk, input_tensor, meta, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
+
+from native_service.proto import inference_pb2 as pb
 
 pytestmark = pytest.mark.triton
 
 R16 = np.arange(16, dtype=np.float32)
 A, B = np.array([[1, 2, 3, 4]], np.float32), np.array([[10, 20, 30, 40]], np.float32)
 FULL = "model queue full, retry later"
+MODELS = ("adder", "whole", "multi", "single", "counted", "idle-model_1.0", "slow", "recurrent")
 
 
 def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], str]], element: int, size: int) -> None:
@@ -47,6 +52,26 @@ def write(path: Path, inputs: dict[str, int], nodes: list[tuple[str, list[str], 
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
+def write_recurrent(path: Path) -> None:
+    """A detector that carries its state, as voice detectors do: two outputs, three inputs, one of them a scalar."""
+    tensors = {
+        "frame": (TensorProto.FLOAT, [1, 512]),
+        "state": (TensorProto.FLOAT, [2, 1, 128]),
+        "rate": (TensorProto.INT64, []),
+        "loudness": (TensorProto.FLOAT, [1, 1]),
+        "next_state": (TensorProto.FLOAT, [2, 1, 128]),
+    }
+    described = {name: helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in tensors.items()}
+    nodes = [
+        helper.make_node("ReduceMean", ["frame"], ["loudness"], axes=[1], keepdims=1),
+        helper.make_node("Cast", ["rate"], ["rate_float"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["state", "rate_float"], ["next_state"]),
+    ]
+    inputs, outputs = ("frame", "state", "rate"), ("loudness", "next_state")
+    graph = helper.make_graph(nodes, "graph", [described[n] for n in inputs], [described[n] for n in outputs])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("public")
@@ -58,11 +83,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     both = [("Add", ["a", "b"], "sum"), ("Mul", ["a", "b"], "prod")]
     write(models / "multi.onnx", {"a": 4, "b": 4}, both, TensorProto.FLOAT, 4)
     write(models / "single.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
+    endings.write_slow(models / "slow.onnx")
+    write_recurrent(models / "recurrent.onnx")
     entry = "  - {{name: {}, device: cpu, queue_capacity: {}, options: {{max_batch_size: 10}}}}\n"
-    capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1}
+    for name in ("counted", "idle-model_1.0"):
+        write(models / f"{name}.onnx", {"input": 16}, add_one, TensorProto.FLOAT, 4)
+    capacities = {"adder": 16, "whole": 16, "multi": 16, "single": 1, "counted": 16, "idle-model_1.0": 16}
+    capacities["slow"] = endings.CAPACITY
     (folder / "nereid.yaml").write_text(
         "server: {bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}\nmodels:\n"
         + "".join(entry.format(name, capacity) for name, capacity in capacities.items())
+        + "  - {name: recurrent, device: cpu, queue_capacity: 16}\n"
     )
     server = Served(folder, "--config", str(folder / "nereid.yaml"))
     yield server
@@ -158,6 +189,54 @@ def test_inputs_that_break_the_contract_are_refused(client: Any, case: str, inpu
     assert code_of(lambda: client.infer("multi", tensors)) == "INVALID_ARGUMENT", case
 
 
+def test_a_checkpoint_takes_several_inputs_by_name_in_any_order_and_interleaved(served: Served) -> None:
+    def half(name: str, array: np.ndarray, number: int) -> Any:
+        return chunk([1, 4], array.tobytes()[8 * number : 8 * number + 8], end=number == 1, name=name)
+
+    for order in ("abab", "bbaa", "abba"):
+        sent = {"a": 0, "b": 0}
+        messages = [meta("multi")]
+        for name in order:
+            messages.append(half(name, {"a": A, "b": B}[name], sent[name]))
+            sent[name] += 1
+        outputs = tensors_of(checkpoint(served, messages))
+        assert list(outputs.items()) == [("sum", ([1, 4], (A + B).tobytes())), ("prod", ([1, 4], (A * B).tobytes()))]
+
+
+def test_a_checkpoint_carries_a_state_in_and_out(served: Served) -> None:
+    state, frame = np.zeros((2, 1, 128), np.float32), np.ones((1, 512), np.float32)
+    for call in range(1, 4):
+        outputs = tensors_of(
+            checkpoint(
+                served,
+                [
+                    meta("recurrent"),
+                    chunk([2, 1, 128], state.tobytes(), name="state"),
+                    chunk([1], np.int64(8).tobytes(), name="rate"),
+                    chunk([1, 512], (call * frame).tobytes(), name="frame"),
+                ],
+            )
+        )
+        assert outputs["loudness"] == ([1, 1], np.float32(call).tobytes())
+        shape, data = outputs["next_state"]
+        state = np.frombuffer(data, np.float32).reshape(shape)
+        assert (shape, set(state.ravel())) == ([2, 1, 128], {8.0 * call})
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([chunk([4], A.tobytes(), name="a")], r"needs the inputs \['a', 'b'\]; not sent: \['b'\]"),
+        ([chunk([4], A.tobytes(), name="c")], r"no input 'c'; tensor_name must be one of \['a', 'b'\]"),
+        ([chunk([4], A.tobytes(), name="a"), chunk([4], A.tobytes(), name="a")], "input 'a': a chunk came after"),
+    ],
+)
+def test_a_checkpoint_that_misses_or_mistakes_an_input_is_told(served: Served, chunks: list[Any], words: str) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
+        checkpoint(served, [meta("multi"), *chunks])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_k13_an_unknown_output_is_refused(client: Any) -> None:
     wanted = [tritonclient.InferRequestedOutput(name) for name in ("sum", "difference")]
     inputs = [input_tensor("a", A), input_tensor("b", B)]
@@ -204,10 +283,8 @@ def test_k21_an_unknown_model_is_not_found(client: Any) -> None:
 
 def test_lists_and_statistics_show_what_is_served(client: Any) -> None:
     index = client.get_model_repository_index()
-    assert [(m.name, m.version, m.state) for m in index.models] == [
-        (name, "1", "READY") for name in ("adder", "whole", "multi", "single")
-    ]
-    assert [s.name for s in client.get_inference_statistics().model_stats] == ["adder", "whole", "multi", "single"]
+    assert [(m.name, m.version, m.state) for m in index.models] == [(name, "1", "READY") for name in MODELS]
+    assert [s.name for s in client.get_inference_statistics().model_stats] == list(MODELS)
     before = client.get_inference_statistics("whole").model_stats[0].inference_count
     infer(client, "whole", input=np.zeros((3, 4), np.int64))
     assert client.get_inference_statistics("whole").model_stats[0].inference_count == before + 3
@@ -252,51 +329,161 @@ def test_k23_a_stream_survives_a_bad_request(client: Any) -> None:
     assert "unexpected shape for input 'input' for model 'adder'" in str(second)
 
 
-@contextmanager
-def stopped(served: Served, model: str) -> Iterator[None]:
-    """The process of ``model`` stands still: its calls run for as long as the test likes."""
-    ending = f"/{model}/1/model.py\0".encode()
-    (pid,) = (
-        pid for pid in served.descendants() if ending in (Path("/proc") / str(pid) / "cmdline").read_bytes()
-    )  # fmt: skip
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def metrics(served: Served) -> dict[str, float]:
-    """Every series and its value, after checking that none comes twice."""
+def metrics(served: Served) -> Series:
+    """Every series by name and labels, as Prometheus' own parser reads them; none comes twice."""
     with urllib.request.urlopen(f"http://{served.state['http']}/metrics", timeout=10) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
-    series = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-    assert len(series) == len(lines)
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    series = {
+        (sample.name.removesuffix("_total"), tuple(sorted(sample.labels.items()))): sample.value for sample in samples
+    }
+    assert len(series) == len(samples)
     return series
 
 
+def of_model(series: Series, model: str) -> dict[str, float]:
+    """The series of one model, by the end of their name or, for failures, by their reason."""
+    found = {}
+    for (name, labels), value in series.items():
+        label = dict(labels)
+        if label.get("model") == model:
+            assert label["version"] == "1"
+            found[label.get("reason", name.removeprefix("nv_inference_"))] = value
+    return found
+
+
 def refusals(served: Served, model: str) -> float:
-    return metrics(served)[f'nv_inference_request_failure{{model="{model}",reason="REJECTED",version="1"}}']
+    return of_model(metrics(served), model)["REJECTED"]
 
 
-def test_m1_m4_each_request_counts_once_and_unknown_models_nowhere(served: Served, client: Any) -> None:
-    def counts() -> dict[str, float]:
-        found = metrics(served)
-        names = ("request_success", "count", "exec_count")
-        return {name: found[f'nv_inference_{name}{{model="multi",version="1"}}'] for name in names}
+COUNTERS = {
+    *(
+        "request_success",
+        "count",
+        "exec_count",
+        "request_duration_us",
+        "queue_duration_us",
+        "compute_input_duration_us",
+    ),
+    *("compute_infer_duration_us", "compute_output_duration_us", "OTHER", "BACKEND", "CANCELED", "REJECTED"),
+}
 
-    before = counts()
-    infer(client, "multi", a=np.repeat(A, 2, 0), b=np.repeat(B, 2, 0))
-    code_of(lambda: client.infer("nobody", [input_tensor("input", A)]))
-    after = counts()
-    assert {name: after[name] - before[name] for name in after} == {"request_success": 1, "count": 2, "exec_count": 1}
-    assert not [name for name in metrics(served) if "nobody" in name]
-    for model in ("adder", "whole", "multi", "single"):
-        assert f'nv_inference_request_success{{model="{model}",version="1"}}' in metrics(served)
+
+def test_m4_m6_every_series_of_every_model_is_there_before_its_first_call(served: Served) -> None:
+    series = metrics(served)
+    assert {dict(labels)["model"] for _, labels in series if "model" in dict(labels)} == set(MODELS)
+    for model in MODELS:
+        assert of_model(series, model).keys() == COUNTERS | {"pending_request_count"}
+    assert of_model(series, "idle-model_1.0") == dict.fromkeys([*COUNTERS, "pending_request_count"], 0)
+
+
+@pytest.mark.parametrize("surface", ["KServe", "KServe without the batch dimension", "Checkpoint"])
+def test_m1_each_request_counts_once_and_unknown_models_nowhere(served: Served, client: Any, surface: str) -> None:
+    rows = np.arange(32, dtype=np.float32).reshape(2, 16)
+
+    def ask(model: str, array: np.ndarray) -> None:
+        if surface == "Checkpoint":
+            checkpoint(served, [meta(model), chunk(list(array.shape), array.tobytes())])
+        else:
+            client.infer(model, [input_tensor("input", array)])
+
+    before = metrics(served)
+    ask("counted", rows if surface != "KServe without the batch dimension" else rows[0])
+    for model, array in (("counted", rows[0, :15]), ("nobody", rows)):
+        with pytest.raises((InferenceServerException, grpc.RpcError)):
+            ask(model, array)
+    expected = {"request_success": 1, "count": len(rows), "exec_count": 1, "OTHER": 1}
+    if surface == "KServe without the batch dimension":
+        expected["count"] = 1
+    deadline = time.monotonic() + 5
+    while True:  # Envoy counts a little after it has answered
+        after = metrics(served)
+        old, new = of_model(before, "counted"), of_model(after, "counted")
+        changed = {name: new[name] - old[name] for name in new if new[name] != old[name]}
+        durations = {name: changed.pop(name) for name in list(changed) if name.endswith("_us")}
+        if changed == expected or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert changed == expected
+    assert durations["request_duration_us"] >= durations["compute_infer_duration_us"] > 0
+    assert new["pending_request_count"] == 0
+    assert after.keys() == before.keys()
+
+
+def test_m5_the_pending_count_is_never_below_0(served: Served, client: Any) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(infer, client, "adder", input=R16[None]) for _ in range(200)]
+        while not all(each.done() for each in work):
+            assert of_model(metrics(served), "adder")["pending_request_count"] >= 0
+
+
+def test_a_client_that_goes_before_its_tensor_is_whole_counts_as_canceled(served: Served) -> None:
+    before = of_model(metrics(served), "counted")
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        going = threading.Event()
+
+        def messages() -> Iterator[Any]:
+            yield meta("counted")
+            yield chunk([16], R16.tobytes()[:32], end=False)
+            going.wait()
+
+        call = channel.stream_stream("/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString)(messages())
+        time.sleep(0.3)
+        call.cancel()
+        going.set()
+    deadline = time.monotonic() + 5
+    while of_model(metrics(served), "counted") == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert of_model(metrics(served), "counted") == {**before, "CANCELED": before["CANCELED"] + 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v2/health/live", 200),
+        ("/v2/health/ready", 200),
+        ("/v2/models/adder/ready", 200),
+        ("/v2/models/adder/versions/1/ready", 200),
+        ("/v2/models/adder/versions/2/ready", 400),
+        ("/v2/models/nobody/ready", 400),
+        ("/v2/models/nobody/versions/1/ready", 400),
+        ("/v2/models/adder", 404),
+        ("/v2/models/adder/infer", 404),
+        ("/", 404),
+    ],
+)
+def test_m7_each_path_has_its_status(served: Served, path: str, status: int) -> None:
+    connection = http.client.HTTPConnection(served.state["http"], timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert answer.read() == b"" or status == 404
+    connection.close()
+
+
+def test_health_is_told_for_the_server_its_services_and_its_models(served: Served) -> None:
+    names = ("", "inference.Nereid", "inference.GRPCInferenceService", *MODELS)
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in names:
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+            watch = health.Watch(request, timeout=5)
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            watch.cancel()
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()
 
 
 def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Served, client: Any) -> None:
-    assert refusals(served, "multi") == 0
     before = refusals(served, "single")
     outcomes: list[Any] = []
 
@@ -306,7 +493,7 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
         except InferenceServerException as error:
             outcomes.append(str(error))
 
-    with stopped(served, "single"):
+    with endings.stopped(served, "single"):
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -323,33 +510,35 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
     for thread in threads:
         thread.join(10)
     assert outcomes[1:] == [[(R16 + 1).tolist()]]
-    assert refusals(served, "single") == before + 3
-
-
-def test_the_permit_comes_back_whatever_way_the_call_ends(served: Served, client: Any) -> None:
-    good, bad = input_tensor("input", R16[None]), input_tensor("input", R16[None, :15])
-
-    def one(number: int) -> None:
-        with suppress(InferenceServerException, grpc.RpcError):
-            if number % 4 == 0:
-                client.infer("single", [bad])
-            elif number % 4 == 1:
-                client.infer("single", [good], client_timeout=random.uniform(0.0005, 0.02))
-            elif number % 4 == 2:
-                call = client.async_infer("single", [good], callback=lambda result, error: None)
-                time.sleep(random.uniform(0, 0.003))
-                call.cancel()
-            else:
-                checkpoint(served, [meta("single"), chunk([16], R16.tobytes())])
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(400)))
-    deadline = time.monotonic() + 10
-    while True:
-        # What was cancelled last may still be running in the model.
-        with suppress(grpc.RpcError):
-            answer = tensor_of(checkpoint(served, [meta("single"), chunk([16], R16.tobytes())]))
-            break
-        assert time.monotonic() < deadline, "the permit did not come back"
+    deadline = time.monotonic() + 5
+    while refusals(served, "single") != before + 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert answer == ([1, 16], (R16 + 1).tobytes())
+    assert refusals(served, "single") == before + 3
+    assert refusals(served, "multi") == 0
+
+
+def test_the_permits_come_back_whatever_way_the_calls_end(served: Served) -> None:
+    async def scenario() -> None:
+        address = served.state["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            calls = endings.Endings(channel, address, "slow", seed=0)
+            await calls.run(150, killed_clients=2)
+            assert calls.outcomes.total() == 150
+            assert calls.outcomes.keys() >= {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "KILLED"}
+            assert await endings.until_full(channel, served, "slow") == endings.CAPACITY
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_comes_sooner_than_the_model_could_have_run(served: Served) -> None:
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(served.state["address"]) as channel:
+            call, times = channel.unary_unary(endings.INFER), []
+            for _ in range(20):
+                started = time.perf_counter()
+                await call(endings.infer_request("slow"))
+                times.append((time.perf_counter() - started) * 1e3)
+            refusals = await endings.refusal_times_ms(channel, served, "slow", 100)
+            assert statistics.median(refusals) < statistics.median(times)
+
+    asyncio.run(scenario())

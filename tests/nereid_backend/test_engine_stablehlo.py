@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from nereid_backend import dtypes
 from nereid_backend.engines import stablehlo
 from nereid_backend.engines.stablehlo import Argument, StableHloEngine, read_module
 from nereid_backend.errors import DeviceMissing, EngineError, SignatureError, WeightsError
+from nereid_backend.program_cache import ProgramCache
 from nereid_backend.spec import ModelSpec, Program, TensorSpec, Weights
 
 W = np.arange(24, dtype=np.float32).reshape(4, 3, 2) / 8
@@ -280,20 +284,128 @@ def test_an_export_with_symbolic_sizes_is_refused(tmp_path: Path) -> None:
         read_module(path)
 
 
-@pytest.mark.parametrize("setting", ["NEREID_CACHE_DIR", "XDG_CACHE_HOME"])
-def test_compiled_programs_are_cached_in_a_private_folder_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A cache of this test's own, and one item for every compilation from now on, counted by JAX itself."""
+    import jax.monitoring
+
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(tmp_path / "cache"))
+    events: list[str] = []
+
+    def count(event: str, _seconds: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    return events
+
+
+def answer(spec: ModelSpec, folder: Path) -> Any:
+    engine = StableHloEngine.load(spec, folder)
+    try:
+        return [engine.run([np.ones((size, 4), np.float32)])[0].tolist() for size in (1, 4)]
+    finally:
+        engine.close()
+
+
+def test_a_second_start_compiles_nothing_also_under_another_name_and_in_another_place(
+    bundle: tuple[ModelSpec, Path], tmp_path: Path, compiled: list[str]
 ) -> None:
-    monkeypatch.delenv("NEREID_CACHE_DIR", raising=False)
-    monkeypatch.setenv(setting, str(tmp_path / "cache"))
-    root = tmp_path / ("cache" if setting == "NEREID_CACHE_DIR" else "cache/nereid")
-    assert stablehlo._compilation_cache() == root / "xla"
-    assert root.stat().st_mode & 0o777 == 0o700
-    root.chmod(0o777)  # compiled code that anyone may replace is not loaded
-    assert stablehlo._compilation_cache() is None
+    first = answer(*bundle)
+    assert len(compiled) == 2  # one per size
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for path in [*tmp_path.glob("*.mlir"), tmp_path / FILE]:
+        path.rename(moved / path.name)
+    assert answer(replace(bundle[0], name="renamed"), moved) == first
+    assert len(compiled) == 2
 
 
-def test_a_cache_that_cannot_be_made_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("NEREID_CACHE_DIR", str(tmp_path / "file"))
-    assert stablehlo._compilation_cache() is None
+def test_other_weights_need_no_other_program(bundle: tuple[ModelSpec, Path], compiled: list[str]) -> None:
+    answer(*bundle)
+    weights_files.write(bundle[1] / FILE, {"b": B + 1, "w": W}, {})
+    expected = [(np.einsum("nc,cdk->ndk", np.ones((n, 4), np.float32), W) + B + 1).tolist() for n in (1, 4)]
+    assert (answer(*bundle), len(compiled)) == (expected, 2)
+
+
+def test_another_artifact_under_the_same_name_is_compiled(
+    bundle: tuple[ModelSpec, Path], export: Callable[..., bytes], compiled: list[str]
+) -> None:
+    answer(*bundle)
+    data = export(lambda x, w, b: affine(x, w, b) * 2, ((4, 4), np.float32), (W.shape, W.dtype), (B.shape, B.dtype))
+    (bundle[1] / "model.b4.mlir").write_bytes(data)
+    assert answer(*bundle)[1] == ((np.einsum("nc,cdk->ndk", np.ones((4, 4), np.float32), W) + B) * 2).tolist()
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+        lambda data: bytes(len(data)),
+    ],
+    ids=["empty", "truncated", "one bit", "zeros"],
+)
+def test_a_damaged_entry_is_compiled_again_and_told(
+    bundle: tuple[ModelSpec, Path],
+    tmp_path: Path,
+    compiled: list[str],
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+) -> None:
+    first = answer(*bundle)
+    for entry in (tmp_path / "cache" / "programs").iterdir():
+        entry.write_bytes(damage(entry.read_bytes()))
+    assert (answer(*bundle), len(compiled)) == (first, 4)
+    assert [record.message.endswith("is damaged; compiling it again") for record in caplog.records] == [True, True]
+    assert (answer(*bundle), len(compiled)) == (first, 4)
+
+
+def test_an_entry_that_is_whole_but_no_program_is_compiled_again(
+    bundle: tuple[ModelSpec, Path], tmp_path: Path, compiled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = answer(*bundle)
+    folder = tmp_path / "cache" / "programs"
+    for entry, content in zip(folder.iterdir(), (b"no pickle", pickle.dumps((b"no program", 1, 2))), strict=True):
+        ProgramCache(folder).write(entry.name, content)
+    assert (answer(*bundle), len(compiled)) == (first, 4)
+    assert ["cannot be loaded" in record.message for record in caplog.records] == [True, True]
+    assert (answer(*bundle), len(compiled)) == (first, 4)
+
+
+@pytest.mark.parametrize("fact", ["XLA_FLAGS", "NPROC", "jax", "numpy", "processor", "recipe"])
+def test_a_program_made_for_something_else_is_not_taken(
+    bundle: tuple[ModelSpec, Path], compiled: list[str], monkeypatch: pytest.MonkeyPatch, fact: str
+) -> None:
+    import jax
+
+    answer(*bundle)
+    if fact in ("XLA_FLAGS", "NPROC"):
+        monkeypatch.setenv(fact, "")
+    elif fact == "processor":
+        monkeypatch.setattr(stablehlo, "processor_features", lambda: ["flags: none"])
+    elif fact == "recipe":
+        monkeypatch.setattr(stablehlo, "COMPILATION", 0)
+    else:
+        monkeypatch.setattr({"jax": jax, "numpy": np}[fact], "__version__", "0")
+    answer(*bundle)
+    assert len(compiled) == 4
+
+
+def test_a_deleted_cache_costs_only_the_time_to_compile(
+    bundle: tuple[ModelSpec, Path], tmp_path: Path, compiled: list[str]
+) -> None:
+    first = answer(*bundle)
+    shutil.rmtree(tmp_path / "cache")
+    assert (answer(*bundle), len(compiled)) == (first, 4)
+
+
+def test_without_a_cache_everything_is_compiled(
+    bundle: tuple[ModelSpec, Path], tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEREID_PROGRAM_CACHE", "off")
+    answer(*bundle)
+    answer(*bundle)
+    assert (len(compiled), (tmp_path / "cache").exists()) == (4, False)

@@ -1,0 +1,64 @@
+"""Bundles on the real server: programs that are found again, and weights in every layout and after a migration."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+from serving import Served, input_tensor
+
+pytest.importorskip("jax")
+
+from converters.migrate import migrate
+
+pytestmark = pytest.mark.triton
+
+X = np.arange(16, dtype=np.float32).reshape(4, 4)
+COMPILED = re.compile(r"Finished XLA compilation of jit\(nereid_program\) in (\S+) sec")
+"""What JAX itself logs, to several places, when it is told to (JAX_LOG_COMPILES)."""
+
+
+def test_a_restart_under_another_name_compiles_nothing(
+    make_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
+    # No other test or run has ever compiled these programs.
+    shift = np.random.default_rng().standard_normal(4).tolist()
+    models = tmp_path / "models"
+    models.mkdir()
+
+    def function(x: Any, w: Any) -> Any:
+        return x @ w + np.array(shift, np.float32)
+
+    make_bundle("models/first", function=function, tensors={"w": np.eye(4, dtype=np.float32)})
+    compiled, answers = [], []
+    for name in ("first", "second"):
+        server = Served(tmp_path, str(models), "--bind", "127.0.0.1:0")
+        try:
+            with tritonclient.grpc.InferenceServerClient(server.state["address"]) as client:
+                results = [client.infer(name, [input_tensor("x", X[:rows])]).as_numpy("y") for rows in (1, 3)]
+                answers.append([result.tolist() for result in results])
+        finally:
+            code, output = server.end()
+        assert code == 0, output
+        compiled.append(len(set(COMPILED.findall(output))))
+        if name == "first":
+            (models / "first").rename(models / "second")
+    assert answers[0] == answers[1]
+    assert compiled == [2, 0]  # one per size, though the converter has tried them before the model process loads them
+
+
+def test_a_migrated_bundle_answers_as_before(make_bundle: Any, triton: Any, client: Any, tmp_path: Path) -> None:
+    w = np.arange(16, dtype=np.float32).reshape(4, 4) / 8  # square: a wrong layout would fit
+    legacy = make_bundle("legacy", tensors={"w": w.T.copy(), "b": np.zeros(4, np.float32)}, axis_order=None)
+    copied, replaced = (Path(shutil.copytree(legacy, tmp_path / name)) for name in ("copied", "replaced"))
+    migrate(copied, replace=False)
+    migrate(replaced, replace=True)
+    for bundle in (legacy, copied, replaced):
+        model = triton.add(bundle)
+        assert client.infer(model, [input_tensor("x", X)]).as_numpy("y").tolist() == (X @ w).tolist(), bundle.name
