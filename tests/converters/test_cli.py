@@ -77,11 +77,12 @@ def test_wrong_usage_exits_with_2(add_one: Path, arguments: tuple[str, ...], wor
 @pytest.mark.parametrize(
     ("setup", "options", "words"),
     [
-        (None, (), "does not exist; give a bundle, a nereid folder or an .onnx file"),
+        (None, (), "does not exist; give a bundle, a nereid folder or a model file (.pt, .onnx, "),
         ("folder", (), "the folder is neither a bundle (manifest.yaml) nor a nereid folder"),
-        ("text", (), "is a file; give a bundle, a nereid folder or an .onnx file"),
+        ("text", (), "is a file; give a bundle, a nereid folder or a model file (.pt, .onnx, "),
         ("manifest", (), "manifest.yaml line 1: is not YAML (the value is no timestamp, quote it); correct the line"),
-        ("torch", ("--max-batch-size", "4"), "--max-batch-size applies to a bare .onnx file"),
+        ("torch", ("--signature", "f"), "signature 'f' belongs to a TensorFlow SavedModel, this model is none"),
+        ("torch", ("--max-batch-size", "4"), "--max-batch-size applies to a bare file"),
         ("torch", ("--backend", "onnx"), "backend 'onnx' was asked for"),
         ("folder", ("--device", "metal"), "unknown device 'metal'; use cpu, cuda or cuda:<index>"),
         ("folder", ("--name", "a/b"), "model name 'a/b' has characters outside letters, digits and _.-"),
