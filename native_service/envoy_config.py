@@ -309,7 +309,7 @@ end
 
 
 def _total_rank(spec: ModelSpec) -> int:
-    return sum(len(spec.dims(tensor)) + 1 for tensor in spec.inputs) if spec.max_batch_size else -1
+    return sum(len(spec.dims(tensor)) + 1 for tensor in spec.client_inputs) if spec.max_batch_size else -1
 
 
 def _named_route(prefix: str) -> Json:

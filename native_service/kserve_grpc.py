@@ -193,7 +193,7 @@ def complete_batch(request: Any, spec: ModelSpec) -> None:
     """Insert a leading 1 into the shape of each input of ``request`` whose batch dimension was left out."""
     if not spec.max_batch_size:
         return
-    ranks = {tensor.name: len(spec.dims(tensor)) for tensor in spec.inputs}
+    ranks = {tensor.name: len(spec.dims(tensor)) for tensor in spec.client_inputs}
     for tensor in request.inputs:
         if ranks.get(tensor.name) == len(tensor.shape):
             tensor.shape.insert(0, 1)

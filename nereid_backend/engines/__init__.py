@@ -54,6 +54,7 @@ class EngineEntry:
 
 
 ENGINES: dict[str, EngineEntry] = {
+    "identity": EngineEntry("nereid_backend.engines.identity", "IdentityEngine", "numpy", "", "hooks alone"),
     "stablehlo": EngineEntry("nereid_backend.engines.stablehlo", "StableHloEngine", "jax", "jax", "StableHLO in JAX"),
     "torchscript": EngineEntry(
         "nereid_backend.engines.torchscript", "TorchScriptEngine", "torch", "torch", "TorchScript in torch"
