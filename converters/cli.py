@@ -123,9 +123,8 @@ def _each(sources: Sequence[Path], work: Callable[[Path], bool]) -> list[bool]:
         results += part
         if how is not None:
             source = sources[len(results)]
-            click.echo(
-                f"error: {source}: reading it ended the converter ({how}); it is damaged, export it again", err=True
-            )
+            why = "it is damaged, or too large for this machine"
+            click.echo(f"error: {source}: reading it ended the converter ({how}); {why}", err=True)
             results.append(False)
     return results
 
@@ -134,7 +133,7 @@ def _in_child(sources: Sequence[Path], work: Callable[[Path], bool]) -> tuple[li
     """The results up to where the child ended, and what ended it before all were done."""
     reader, writer = os.pipe()
     sys.stdout.flush()
-    child = os.fork()  # no library that starts threads has been imported yet
+    child = os.fork()  # no engine has been imported yet, and the threads of numpy outlive a fork
     if child == 0:
         os.close(reader)
         try:

@@ -69,6 +69,7 @@ class EngineEntry:
 
 
 ENGINES: dict[str, EngineEntry] = {
+    "identity": EngineEntry("nereid_backend.engines.identity", "IdentityEngine", "numpy", "", "hooks alone"),
     "stablehlo": EngineEntry("nereid_backend.engines.stablehlo", "StableHloEngine", "jax", "jax", "StableHLO in JAX"),
     "jax_export": EngineEntry(
         "nereid_backend.engines.jax_export", "JaxExportEngine", "jax", "jax", "jax.export functions in JAX"

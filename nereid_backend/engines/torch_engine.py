@@ -25,6 +25,7 @@ class TorchEngine:
         self._torch = torch
         self._call: Callable[..., Any] | None = call
         self._device, self._on_cpu = device, device.type == "cpu"
+        self._inference_mode = torch.inference_mode()  # entered by one run after the other, never by two at once
 
     @classmethod
     def check_device(cls, device: str) -> None:
@@ -53,7 +54,7 @@ class TorchEngine:
         torch = self._torch
         if self._call is None:
             raise EngineError(f"{self.what} was closed")
-        with torch.inference_mode():
+        with self._inference_mode:
             try:
                 result = self._call(*[self._to_torch(array) for array in inputs])
             # What a script module raises itself comes as torch.jit.Error, a failed guard as AssertionError.

@@ -29,6 +29,7 @@ from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec, TensorSpec
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
+UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
 def model_spec(
@@ -102,7 +103,7 @@ class FakeServer:
 
     def __init__(self, triton: FakeTriton) -> None:
         self.triton = triton
-        self.server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        self.server = grpc.aio.server(options=UNLIMITED)
         self.addresses: Any = None
         self.channel: Any = None
 
@@ -120,7 +121,7 @@ class FakeServer:
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
         self.addresses = SimpleNamespace(grpc=f"127.0.0.1:{port}")
-        self.channel = grpc.aio.insecure_channel(self.addresses.grpc)
+        self.channel = grpc.aio.insecure_channel(self.addresses.grpc, options=UNLIMITED)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -169,8 +170,9 @@ async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncItera
 class Fronted:
     """The whole front with a fake Triton behind it, and a channel to the public address."""
 
-    def __init__(self, triton: FakeTriton, front: Front, address: str, channel: Any) -> None:
-        self.triton = triton
+    def __init__(self, server: FakeServer, front: Front, address: str, channel: Any) -> None:
+        self.server = server
+        self.triton = server.triton
         self.front = front
         self.address = address
         self.channel = channel
@@ -199,7 +201,7 @@ async def fronted(
             try:
                 address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
                 async with grpc.aio.insecure_channel(address) as channel:
-                    yield Fronted(triton, front, address, channel)
+                    yield Fronted(back, front, address, channel)
             finally:
                 await front.stop()
     finally:

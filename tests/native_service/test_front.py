@@ -351,6 +351,27 @@ def test_permits_come_back_when_a_client_is_killed(fronting: Fronting, spec: Spe
     asyncio.run(scenario())
 
 
+def test_permits_come_back_when_triton_dies(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=4) as service:
+            service.triton.behave = service.triton.never
+            streaming = stream(service.channel)
+            await streaming.write(infer_request())
+            calls = [infer(service.channel), infer(service.channel, infer_request((16,)))]
+            waiting = [asyncio.ensure_future(_awaited(call)) for call in calls]
+            waiting.append(asyncio.ensure_future(all_of(checkpoint(service.channel))))
+            await until_permits(service, 4)
+            await service.server.server.stop(0)
+            for error in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(error, grpc.aio.AioRpcError)
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await streaming.read()).error_message
+            await until_permits(service, 0)
+            streaming.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_large_messages_pass_up_to_the_setting(fronting: Fronting, spec: Spec) -> None:
     async def scenario() -> None:
         limits = Limits(max_request_bytes=32 * 1024 * 1024)

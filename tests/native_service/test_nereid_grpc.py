@@ -212,6 +212,28 @@ def test_who_finds_the_buffers_full_is_told_when_to_come_back_and_who_sends_too_
     asyncio.run(scenario())
 
 
+def test_an_output_nobody_reads_is_held_within_the_same_bound(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(dims=(-1,)), limits=Limits(max_buffered_bytes=24 << 20)) as service:
+
+            def tensor(mib: int) -> list[pb.CheckpointRequest]:
+                piece = pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[mib << 18], data=bytes(2 << 20)))
+                return [*request([16], R16)[:1], *[piece] * (mib // 2)]
+
+            unread = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+            )(iter(tensor(16)))
+            assert (await unread.read()).chunk
+            code, text = await refusal(service.channel, tensor(10))
+            assert (code, "max_buffered_bytes" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+            while not (await unread.read()).done:
+                pass
+            assert await unread.code() is grpc.StatusCode.OK
+            assert (await responses(service.channel, tensor(10)))[-1].done
+
+    asyncio.run(scenario())
+
+
 def test_nothing_runs_before_the_client_has_closed_its_side(serving: Serving, spec: Spec) -> None:
     async def scenario() -> None:
         async with serving(spec()) as service:
