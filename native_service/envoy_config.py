@@ -300,7 +300,9 @@ function envoy_on_request(request)
   -- Triton repeats names, ids and parameters in its errors. An error of more than 64 KiB breaks the connection with all
   -- calls on it, and calls that are cut off at once can crash Triton 2.51.
   local buffer = request:body()
-  if buffer == nil or text_bytes(buffer, buffer:length()) > most_text then return end
+  if buffer == nil then return end
+  local length = buffer:length()
+  if length > most_text and text_bytes(buffer, length) > most_text then return end
   -- Waiting for the body has ended the life of the objects from before it.
   request:headers():add(header, prefix .. name)
   request:clearRouteCache()
