@@ -9,6 +9,7 @@ SOURCES := nereid_backend converters native_service tests
 # What must hold on both numpy generations.
 BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_meta_on_triton.py \
 	tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py tests/nereid_backend/test_executor.py \
+	tests/nereid_backend/test_hooks_on_triton.py tests/nereid_backend/test_pipeline.py \
 	tests/converters/test_bundles_on_triton.py
 
 .PHONY: install demo serve test thorough lint bench clean
@@ -33,7 +34,7 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 thorough: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
 
-BENCHES := $(addprefix bench/,overhead front live_models coalescing engine_call weights second_start memory) endings
+BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory) endings
 
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
@@ -56,10 +57,10 @@ $(VENV)/.demo: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[jax,torch,onnx,serve,demo,dev]'
+	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,serve,demo,dev]'
 	touch $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
 	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-numpy2.txt \
-		--editable '.[jax,torch,onnx,serve,dev]'
+		--editable '.[jax,torch,onnx,text,serve,dev]'
 	touch $@

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from converters import hooks, meta, rows
 from converters import manifest as manifests
-from converters import meta, rows
 from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
 from converters.prepared import Prepared, Source, place
@@ -31,6 +31,12 @@ BatchSizes = Literal["all", "largest"]
 
 JULIA_HOOKS, PYTHON_HOOKS = "model.jl", USER_CODE
 PLATFORM = "stablehlo"
+
+_NO_JULIA = (
+    "the bundle has Julia hooks (model.jl), which Python cannot run; write a hooks.py beside it that calls "
+    "register_model(preprocess=..., postprocess=...) of nereid_backend.hooks, or declare built-ins under "
+    "nereid.preprocess and nereid.postprocess in the manifest"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +59,12 @@ def read(
 
     ``callees`` holds, by name, the models that a meta model may call.
     """
-    hooks = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
-    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(hooks))
+    code = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
+    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(code))
     if manifest.kind == "meta":
         return meta.read(directory, name, manifest, callees)
-    _refuse_unsupported(hooks)
+    if code == [JULIA_HOOKS] and not manifest.has_builtins:
+        raise BundleError(_NO_JULIA)
     files = find_modules(directory, manifest, batch_sizes)
     weights, notes = bundle_weights.in_use(directory, manifest.weights_file)
     modules = [stablehlo.read_module(file.path) for file in files]
@@ -94,7 +101,7 @@ def read(
     if batched and not first:
         notes = (*notes, _SIDEWAYS)
     prepared = Prepared(spec, sources, notes)
-    return _with_rows_checked(prepared) if batched else prepared
+    return hooks.attach(_with_rows_checked(prepared) if batched else prepared, manifest, directory)
 
 
 _SIDEWAYS = "requests run one by one: Triton batches along the first axis, which is not where this bundle has its rows"
@@ -137,16 +144,6 @@ def _dependence(spec: ModelSpec, directory: Path) -> str | None:
         return rows.dependence(engine, spec, size, spec.outputs)
     finally:
         engine.close()
-
-
-def _refuse_unsupported(hooks: list[str]) -> None:
-    if JULIA_HOOKS in hooks:
-        raise BundleError(
-            "the bundle has Julia hooks (model.jl), which Python cannot run; remove model.jl and the client specs if "
-            "the executable can be served as it is"
-        )
-    if PYTHON_HOOKS in hooks:
-        raise BundleError("the bundle has hooks.py; hooks are not supported by this version")
 
 
 def find_modules(directory: Path, manifest: Manifest, batch_sizes: BatchSizes = "all") -> list[ModuleFile]:

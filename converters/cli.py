@@ -17,6 +17,7 @@ import click
 from nereid_backend.errors import NereidError, short_repr
 
 DEFAULT_OUTPUT = Path("triton_models")
+DEFAULT_SIGNATURE = "serving_default"
 ISOLATED = "isolated"
 """As click's ``obj``: nothing but the command runs in this process, and a child of its own may do the work."""
 
@@ -28,9 +29,11 @@ ISOLATED = "isolated"
 @click.option("--name", help="Serve the model under this name (one SOURCE only).")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:<index>.")
 @click.option("--backend", help="Kind of a nereid folder that matches several: torch, onnx, ...")
-@click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare .onnx with a symbolic first axis.")
+@click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare file with a symbolic first axis.")
 @click.option("--batch-sizes", type=click.Choice(["all", "largest"]), default="all", show_default=True,
               help="Which compiled batch sizes of a bundle to serve.")  # fmt: skip
+@click.option("--signature", default=DEFAULT_SIGNATURE, show_default=True, help="Of a TensorFlow SavedModel.")
+@click.option("--allow-code", is_flag=True, help="Open files that run code while read: .pt2, pickles, SavedModels.")
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
 def command(
@@ -41,10 +44,12 @@ def command(
     backend: str | None,
     max_batch_size: int | None,
     batch_sizes: str,
+    signature: str,
+    allow_code: bool,
     link: bool,
     force: bool,
 ) -> None:
-    """Turn bundles, nereid folders and .onnx files into a Triton model repository.
+    """Turn bundles, nereid folders and model files into a Triton model repository.
 
     A SOURCE that is none of these itself stands for the models directly below it.
     """
@@ -65,6 +70,8 @@ def command(
         "backend": backend,
         "max_batch_size": max_batch_size,
         "batch_sizes": batch_sizes,
+        "signature": signature,
+        "allow_code": allow_code,
         "link": link,
         "force": force,
     }
@@ -116,9 +123,8 @@ def _each(sources: Sequence[Path], work: Callable[[Path], bool]) -> list[bool]:
         results += part
         if how is not None:
             source = sources[len(results)]
-            click.echo(
-                f"error: {source}: reading it ended the converter ({how}); it is damaged, export it again", err=True
-            )
+            why = "it is damaged, or too large for this machine"
+            click.echo(f"error: {source}: reading it ended the converter ({how}); {why}", err=True)
             results.append(False)
     return results
 
@@ -127,7 +133,7 @@ def _in_child(sources: Sequence[Path], work: Callable[[Path], bool]) -> tuple[li
     """The results up to where the child ended, and what ended it before all were done."""
     reader, writer = os.pipe()
     sys.stdout.flush()
-    child = os.fork()  # no library that starts threads has been imported yet
+    child = os.fork()  # no engine has been imported yet, and the threads of numpy outlive a fork
     if child == 0:
         os.close(reader)
         try:

@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from converters import bundle, discover, folder, graph, meta, repository
+from converters import bundle, discover, folder, kinds, meta, repository, saved_model
+from converters.artifact import serve_as_is
 from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
+from converters.saved_model import DEFAULT_SIGNATURE
 from nereid_backend.engines import engine_class, parse_device
 from nereid_backend.errors import BundleError
 from nereid_backend.spec import ModelSpec
 
+_FILES = f"a model file ({', '.join(kind.suffix_text for kind in kinds.FILE_KINDS)})"
+
 
 def model_name(source: Path) -> str:
-    """The name a model is served under: the directory's, or an ONNX file's without its suffix."""
+    """The name a model is served under: the directory's, or a model file's without its suffix."""
     source = Path(os.path.abspath(source))  # noqa: PTH100 - resolve() would name a link by its target
-    return source.stem if source.suffix == ".onnx" and not source.is_dir() else source.name
+    return source.name if source.is_dir() else kinds.stem(source)
 
 
 def prepare(
@@ -30,6 +34,8 @@ def prepare(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    signature: str = DEFAULT_SIGNATURE,
+    allow_code: bool = False,
     callees: Mapping[str, ModelSpec] = MappingProxyType({}),
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses.
@@ -40,21 +46,26 @@ def prepare(
     name = model_name(source) if name is None else name
     repository.check_name(name)
     if not source.exists():
-        raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or an .onnx file")
+        raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or {_FILES}")
     _refuse_special_files(source)
-    bare = source.is_file() and source.suffix == ".onnx"
-    if max_batch_size is not None and not bare:
-        raise BundleError("--max-batch-size applies to a bare .onnx file; a bundle or folder declares its own")
-    is_bundle = (source / MANIFEST_FILE).exists() and backend is None
+    is_bundle = source.is_dir() and (source / MANIFEST_FILE).exists() and backend is None
+    if max_batch_size is not None and source.is_dir():
+        raise BundleError("--max-batch-size applies to a bare file; a bundle or folder declares its own")
     if batch_sizes != "all" and not is_bundle:
         raise BundleError("batch sizes can be chosen for bundles only; this model is none")
-    if bare:
-        return graph.read(source, name, device, max_batch_size)
-    if source.is_file():
-        raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or an .onnx file")
     if is_bundle:
         return bundle.read(source, name, device, batch_sizes, callees)
-    return folder.read(source, name, device, backend)
+    if signature != DEFAULT_SIGNATURE and not (source / saved_model.FILE).exists():
+        raise BundleError(
+            f"signature {signature!r} belongs to a TensorFlow SavedModel, this model is none; leave it out"
+        )
+    opening = kinds.Opening(device, allow_code, signature)
+    if source.is_dir():
+        return folder.read(source, name, opening, backend)
+    if (kind := kinds.kind_of(source)) is None:
+        raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
+    artifact = kinds.read(kind, source, opening)
+    return serve_as_is(artifact, name, device, max_batch_size)
 
 
 def _refuse_special_files(source: Path) -> None:
@@ -73,6 +84,8 @@ def convert(
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
+    signature: str = DEFAULT_SIGNATURE,
+    allow_code: bool = False,
     callees: Mapping[str, ModelSpec] | None = None,
     link: bool = False,
     force: bool = False,
@@ -90,6 +103,8 @@ def convert(
         backend=backend,
         max_batch_size=max_batch_size,
         batch_sizes=batch_sizes,
+        signature=signature,
+        allow_code=allow_code,
         callees=callees,
     )
     repository.write(prepared, target, link=link, force=force)

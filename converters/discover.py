@@ -6,20 +6,21 @@ from pathlib import Path
 
 from converters import manifest as manifests
 from converters.contract import CONTRACT_FILE
-from converters.folder import DETECTORS
+from converters.folder import detectors
+from converters.kinds import FILE_KINDS
 from converters.manifest import MANIFEST_FILE
 from nereid_backend.errors import ManifestError
 
 
 def is_model(path: Path) -> bool:
-    """Whether ``path`` is meant as a model: a bundle, a nereid folder of any backend, an ``.onnx`` file.
+    """Whether ``path`` is meant as a model: a bundle, a nereid folder of any backend, a file that stands alone.
 
     A folder with a contract and nothing to run counts: it is a mistake to be told, not something to pass over.
     """
     if path.is_file():
-        return path.suffix == ".onnx"
+        return any(kind.stands_alone and kind.matches(path) for kind in FILE_KINDS)
     marked = (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists()
-    return marked or any(matches(path) for matches, _ in DETECTORS.values())
+    return marked or any(matches(path) for matches, _ in detectors().values())
 
 
 def find(path: Path) -> list[Path]:

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from converters import contract as contracts
-from converters import graph, trial
+from converters import kinds, saved_model
+from converters.artifact import serve_under
 from converters.contract import CONTRACT_FILE
+from converters.kinds import FileKind, Opening, file_kinds
 from converters.prepared import Prepared
-from converters.trial import OpenOutput
 from nereid_backend.errors import BundleError
-from nereid_backend.spec import ModelSpec, Program
 
-TORCH_PLATFORM = "pytorch_libtorch"
 ALIASES = {"rust": "torch"}
 
 
@@ -25,8 +24,8 @@ def _has(*names: str) -> Callable[[Path], bool]:
     return lambda folder: all((folder / name).exists() for name in names)
 
 
-def _has_suffix(suffix: str) -> Callable[[Path], bool]:
-    return lambda folder: (folder / CONTRACT_FILE).exists() and any(folder.glob(f"*{suffix}"))
+def _has_one(kind: FileKind) -> Callable[[Path], bool]:
+    return lambda folder: (folder / CONTRACT_FILE).exists() and any(map(kind.matches, folder.iterdir()))
 
 
 def _has_cpp(folder: Path) -> bool:
@@ -35,76 +34,63 @@ def _has_cpp(folder: Path) -> bool:
     )
 
 
-DETECTORS: dict[str, tuple[Callable[[Path], bool], str]] = {
-    "torch": (_has_suffix(".pt"), f"{CONTRACT_FILE} and one .pt"),
-    "onnx": (_has_suffix(".onnx"), f"{CONTRACT_FILE} and one .onnx"),
-    "python": (_has("main.py", "requirements.txt"), "main.py and requirements.txt"),
-    "tensorflow": (
-        _has(CONTRACT_FILE, "saved_model.pb", "variables"),
-        f"{CONTRACT_FILE}, saved_model.pb and variables/",
-    ),
-    "cpp": (_has_cpp, f"{CONTRACT_FILE} and main.cpp, build.sh or model"),
-    "cxx": (lambda _: False, "nothing: it must be named by backend"),
-}
+def detectors() -> dict[str, tuple[Callable[[Path], bool], str]]:
+    """Whether a folder matches a backend, and what such a folder holds, by the backend's name."""
+    files = {kind.name: (_has_one(kind), f"{CONTRACT_FILE} and one {kind.suffix_text}") for kind in file_kinds()}
+    return {
+        **files,
+        "python": (_has("main.py", "requirements.txt"), "main.py and requirements.txt"),
+        "tensorflow": (
+            _has(CONTRACT_FILE, saved_model.FILE, "variables"),
+            f"{CONTRACT_FILE}, saved_model.pb and variables/",
+        ),
+        "cpp": (_has_cpp, f"{CONTRACT_FILE} and main.cpp, build.sh or model"),
+        "cxx": (lambda _: False, "nothing: it must be named by backend"),
+    }
 
 
 def detect(folder: Path, backend: str | None = None) -> str:
     """The backend of a folder. Raises BundleError when none or several match, or the named one does not fit."""
+    known = detectors()
     if backend is not None:
         name = ALIASES.get(backend, backend)
-        if name not in DETECTORS:
-            raise BundleError(f"unknown backend {backend!r}; known: {', '.join((*DETECTORS, *ALIASES))}")
-        matches, wants = DETECTORS[name]
+        if name not in known:
+            raise BundleError(f"unknown backend {backend!r}; known: {', '.join((*known, *ALIASES))}")
+        matches, wants = known[name]
         if name != "cxx" and not matches(folder):
             raise BundleError(f"backend {backend!r} was asked for, but the folder does not hold {wants}")
         return name
-    found = [name for name, (matches, _) in DETECTORS.items() if matches(folder)]
+    found = [name for name, (matches, _) in known.items() if matches(folder)]
     if not found:
-        shapes = "; ".join(f"{name}: {wants}" for name, (_, wants) in DETECTORS.items())
+        shapes = "; ".join(f"{name}: {wants}" for name, (_, wants) in known.items())
         raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder ({shapes})")
     if len(found) > 1:
         raise BundleError(f"the folder matches several backends ({', '.join(found)}); set backend to one of them")
     return found[0]
 
 
-def read(folder: Path, name: str, device: str, backend: str | None) -> Prepared:
+def read(folder: Path, name: str, opening: Opening, backend: str | None) -> Prepared:
     """Read a nereid folder. Raises BundleError subclasses, EngineMissing."""
-    kind = detect(folder, backend)
-    if kind == "python":
+    found = detect(folder, backend)
+    if found == "python":
         raise BundleError("script folders (main.py) are not supported by this version; torch and onnx folders are")
-    if kind not in ("torch", "onnx"):
-        raise BundleError(f"{kind} folders are not supported; export the model as .onnx or as a StableHLO bundle")
+    kind = next((kind for kind in file_kinds() if kind.name == found), None)
+    if kind is None and found != "tensorflow":
+        raise BundleError(f"{found} folders are not supported; export the model as .onnx or as a StableHLO bundle")
     contract = contracts.read(folder / CONTRACT_FILE)
     if not contract.inputs:
-        raise BundleError(f"{CONTRACT_FILE}: a {kind} model needs a declared input")
-    if kind == "onnx":
-        return graph.read_folder(_only_file(folder, ".onnx"), name, device, contract)
-    return _read_torch(_only_file(folder, ".pt"), name, device, contract)
+        raise BundleError(f"{CONTRACT_FILE}: a {found} model needs a declared input")
+    if kind is None:
+        kinds.ask_for_code(saved_model.FILE, "TensorFlow runs it while it is converted", opening)
+        artifact = saved_model.read(folder, opening.signature)
+    else:
+        artifact = kinds.read(kind, _only_file(folder, kind), opening)
+    return serve_under(artifact, name, opening.device, contract)
 
 
-def _only_file(folder: Path, suffix: str) -> Path:
-    files = sorted(folder.glob(f"*{suffix}"))
+def _only_file(folder: Path, kind: FileKind) -> Path:
+    files = sorted(path for path in folder.iterdir() if kind.matches(path))
     if len(files) != 1:
-        raise BundleError(
-            f"the folder must hold exactly one {suffix} file, found {', '.join(f.name for f in files) or 'none'}"
-        )
+        names = ", ".join(file.name for file in files) or "none"
+        raise BundleError(f"the folder must hold exactly one {kind.suffix_text} file, found {names}")
     return files[0]
-
-
-def _read_torch(path: Path, name: str, device: str, contract: contracts.Contract) -> Prepared:
-    limit = contract.max_batch_size
-    spec = ModelSpec(
-        name=name,
-        engine="torchscript",
-        platform=TORCH_PLATFORM,
-        inputs=tuple(graph.input_spec(t, limit) for t in contract.inputs),
-        outputs=(),
-        programs=(Program(path.name),),
-        max_batch_size=limit,
-        batch_may_be_omitted=limit > 0,
-        device=device,
-    )
-    # A flat contract's data_type does not bind the output (nereid-server: "whatever the model made").
-    open_outputs = [OpenOutput(t.name, None if contract.flat else t.dtype, t.dims) for t in contract.outputs]
-    learned = trial.learn(spec, path.parent, open_outputs)
-    return Prepared(learned.complete(spec), {path.name: path}, learned.notes)

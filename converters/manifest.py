@@ -20,14 +20,17 @@ from converters.weights import is_file_name
 from converters.yaml12 import load_yaml
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, ManifestError, short_repr
-from nereid_backend.spec import MAX_SIZE, VARIABLE, TensorSpec
+from nereid_backend.spec import MAX_SIZE, POSTPROCESS, PREPROCESS, VARIABLE, TensorSpec
 
 MANIFEST_FILE = "manifest.yaml"
 DEFAULT_WEIGHTS_FILE = "weights.safetensors"
 VERSIONS = ("2", "2.0", "2.1")
 BATCH_LETTERS = frozenset("nb")
 CONCURRENCY = "concurrency"
-MOST_CONCURRENT = 64
+HOOK_PROCESSES = "hook_processes"
+MOST_PROCESSES = 64
+CLIENT_AXIS_ORDER, AXIS_ORDERS = "client_axis_order", ("julia", "wire")
+_OPTIONS = (CONCURRENCY, PREPROCESS, POSTPROCESS, HOOK_PROCESSES, CLIENT_AXIS_ORDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,10 @@ class Manifest:
     """The mapping under ``nereid:``, this project's own key."""
 
     @property
+    def has_builtins(self) -> bool:
+        return any(self.options.get(stage) for stage in (PREPROCESS, POSTPROCESS))
+
+    @property
     def variant_keys(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the variable input axes of each entry of ``input_shapes``, in input and axis order."""
         letters = [letter for tensor in self.executable_inputs for letter in tensor.variable_letters]
@@ -114,20 +121,24 @@ def parse(raw: Any, *, has_hook: bool) -> Manifest:
         raise ManifestError(f"manifest 'name' must be a string, got {_kind(name)}")
     if not isinstance(kind, str):
         raise ManifestError(f"manifest 'kind' must be a string, got {_kind(kind)}")
+    options = _options(raw.get("nereid", {}))
+    clients = {key: _tensors(raw, key, required=False) for key in ("client_inputs", "client_outputs")}
+    if options.get(CLIENT_AXIS_ORDER) == "wire":
+        clients = {k: tuple(replace(t, letters=t.letters[::-1]) for t in tensors) for k, tensors in clients.items()}
     manifest = Manifest(
         name=name,
         kind=kind,
         executable_inputs=_tensors(raw, "executable_inputs", required=kind != "meta"),
         executable_outputs=_tensors(raw, "executable_outputs", required=kind != "meta"),
-        client_inputs=_tensors(raw, "client_inputs", required=False),
-        client_outputs=_tensors(raw, "client_outputs", required=False),
+        client_inputs=clients["client_inputs"],
+        client_outputs=clients["client_outputs"],
         compiled_batch_sizes=_batch_sizes(raw.get("batching")),
         input_shapes=_input_shapes(raw.get("input_shapes")),
         calls=_calls(raw.get("meta")) if kind == "meta" else (),
         weights_file=_weights_file(raw.get("weights_file", DEFAULT_WEIGHTS_FILE)),
-        options=_options(raw.get("nereid", {})),
+        options=options,
     )
-    _validate(manifest, str(version), has_hook)
+    _validate(manifest, str(version), has_hook or manifest.has_builtins)
     return manifest
 
 
@@ -251,8 +262,23 @@ def _weights_file(raw: Any) -> str:
 def _options(raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise ManifestError(f"manifest 'nereid' must be a mapping, got {_kind(raw)}")
-    if unknown := sorted(str(key) for key in raw if key != CONCURRENCY):
-        raise ManifestError(f"manifest 'nereid' has unknown keys {unknown}; known: {CONCURRENCY}")
+    if unknown := sorted(str(key) for key in raw if key not in _OPTIONS):
+        raise ManifestError(f"manifest 'nereid' has unknown keys {unknown}; known: {', '.join(_OPTIONS)}")
+    for stage in (PREPROCESS, POSTPROCESS):
+        declared = raw.get(stage, [])
+        if not isinstance(declared, list):
+            raise ManifestError(f"manifest 'nereid.{stage}' must be a list, got {_kind(declared)}")
+        for index, entry in enumerate(declared):
+            if not isinstance(entry, Mapping) or len(entry) != 1 or not isinstance(next(iter(entry)), str):
+                raise ManifestError(
+                    f"manifest 'nereid.{stage}[{index}]' must be one name with its options, as in "
+                    f"{{trim: {{output: y, count: n}}}}; got {_kind(entry)}"
+                )
+    if raw.get(CLIENT_AXIS_ORDER, "julia") not in AXIS_ORDERS:
+        raise ManifestError(
+            f"manifest 'nereid.{CLIENT_AXIS_ORDER}' must be one of {', '.join(AXIS_ORDERS)}, got "
+            f"{_kind(raw[CLIENT_AXIS_ORDER])}"
+        )
     return dict(raw)
 
 
@@ -269,6 +295,8 @@ def _validate(manifest: Manifest, version: str, has_hook: bool) -> None:
 
 
 def _validate_meta(manifest: Manifest, has_hook: bool) -> None:
+    if manifest.has_builtins:
+        raise ManifestError("manifest 'nereid' declares hooks, which a model of kind meta has none of; drop them")
     if not has_hook:
         raise ManifestError("manifest of kind meta requires a model.jl (or hooks.py) beside it")
     if not manifest.client_inputs or not manifest.client_outputs:
@@ -279,18 +307,28 @@ def _validate_meta(manifest: Manifest, has_hook: bool) -> None:
         raise ManifestError(f"manifest 'meta.calls' lists itself ({manifest.name!r})")
     if manifest.input_shapes:
         raise ManifestError("manifest of kind meta must not have 'input_shapes'")
-    concurrency = manifest.options.get(CONCURRENCY, 1)
-    if type(concurrency) is not int or not 0 < concurrency <= MOST_CONCURRENT:
+    _check_processes(manifest, CONCURRENCY)
+
+
+def _check_processes(manifest: Manifest, key: str) -> None:
+    count = manifest.options.get(key, 1)
+    if type(count) is not int or not 0 < count <= MOST_PROCESSES:
         raise ManifestError(
-            f"manifest 'nereid.{CONCURRENCY}' must be an integer from 1 to {MOST_CONCURRENT}, got {_kind(concurrency)}"
+            f"manifest 'nereid.{key}' must be an integer from 1 to {MOST_PROCESSES}, got {_kind(count)}"
         )
 
 
 def _validate_model(manifest: Manifest, has_hook: bool) -> None:
     if CONCURRENCY in manifest.options:
         raise ManifestError(f"manifest 'nereid.{CONCURRENCY}' is for kind meta only")
+    _check_processes(manifest, HOOK_PROCESSES)
+    if HOOK_PROCESSES in manifest.options and not has_hook:
+        raise ManifestError(f"manifest 'nereid.{HOOK_PROCESSES}' is for bundles with hooks only")
     if (manifest.client_inputs or manifest.client_outputs) and not has_hook:
-        raise ManifestError("client_inputs and client_outputs are only valid when model.jl is present (or hooks.py)")
+        raise ManifestError(
+            "client_inputs and client_outputs are only valid when model.jl is present (here: hooks.py, or built-ins "
+            "declared under nereid.preprocess or nereid.postprocess)"
+        )
     inputs = manifest.executable_inputs
     unbatched = [tensor.name for tensor in inputs if tensor.batch_axis is None]
     if unbatched and len(unbatched) != len(inputs):

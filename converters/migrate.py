@@ -108,10 +108,11 @@ def _write_copy(directory: Path, original: str, copy: str) -> None:
 def _put_in_place(directory: Path, original: str, copy: str) -> None:
     """Give the file of ``copy`` the name of ``original`` as well, proving it before and after."""
     with contextlib.ExitStack() as stack:
-        source = None
+        source = before = None
         if (directory / original).exists():
             # Open to the end: its content outlives its name.
             source = stack.enter_context(safetensors.opened(directory / original))
+            before = _state(os.fstat(source.descriptor))
             prove(source, directory / copy)
         fresh = stack.enter_context(_unfinished(directory, original))
         try:
@@ -121,6 +122,8 @@ def _put_in_place(directory: Path, original: str, copy: str) -> None:
             with fresh.open("rb") as file:
                 _like(fresh, file.fileno())
                 os.fsync(file.fileno())
+        if before is not None and before != _state((directory / original).stat()):
+            raise WeightsError(f"{original} changed while it was migrated; try again")
         fresh.replace(directory / original)
         durable.sync_directory(directory)
         if source is not None:
@@ -129,6 +132,10 @@ def _put_in_place(directory: Path, original: str, copy: str) -> None:
             except WeightsError:
                 _put_back(directory, original, source)
                 raise
+
+
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _put_back(directory: Path, original: str, source: safetensors.OpenFile) -> None:

@@ -16,11 +16,15 @@ Source = Path | Callable[[Path], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user."""
+    """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user.
+
+    ``stages`` are models of their own that this one, an ensemble, is made of.
+    """
 
     spec: ModelSpec
     files: Mapping[str, Source]
     notes: tuple[str, ...] = ()
+    stages: tuple[Prepared, ...] = ()
 
 
 def place(source: Source, target: Path, *, link: bool) -> None:

@@ -20,7 +20,7 @@ from google.protobuf import text_format
 from converters import durable
 from converters.prepared import Prepared, place
 from nereid_backend.engines import parse_device
-from nereid_backend.errors import BundleError, RepositoryError
+from nereid_backend.errors import BundleError, RepositoryError, SpecError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 
 CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
@@ -52,9 +52,13 @@ def config(spec: ModelSpec) -> Any:
 
     message = pb.ModelConfig(name=spec.name, backend="python", platform=spec.platform)
     message.max_batch_size = spec.max_batch_size
-    for tensors, field in ((spec.inputs, message.input), (spec.outputs, message.output)):
+    for tensors, field in ((spec.client_inputs, message.input), (spec.client_outputs, message.output)):
         for tensor in tensors:
             field.add(name=tensor.name, data_type=_data_type(pb, tensor), dims=spec.dims(tensor))
+    if spec.stages:
+        message.platform, message.backend = "ensemble", ""
+        _schedule(message.ensemble_scheduling, spec)
+        return message
     kind, index = parse_device(spec.device)
     group = message.instance_group.add(count=spec.instances, kind=pb.ModelInstanceGroup.KIND_CPU)
     if kind == "cuda":
@@ -64,10 +68,27 @@ def config(spec: ModelSpec) -> Any:
         # No delay (500 us of it makes a lone client 2.4x slower and gains nothing under load) and no queue policy
         # (on one instance each of them makes requests wait for a 500 ms tick).
         message.dynamic_batching.SetInParent()
-        # Else Triton ends a batch where the shape changes; the runtime sorts variants into runs itself.
+        # Else Triton ends a batch where the shape changes; the runtime sorts variants into runs itself, and hooks make
+        # one shape of many.
         for field in message.input:
-            field.allow_ragged_batch = spec.variants != ((),)
+            field.allow_ragged_batch = spec.variants != ((),) or spec.hooks is not None
     return message
+
+
+def _schedule(scheduling: Any, spec: ModelSpec) -> None:
+    """The steps of an ensemble: each takes what the one before it gives; the first and the last face the client."""
+    last = len(spec.stages)
+    for number, stage in enumerate(spec.stages):
+        step = scheduling.step.add(model_name=stage.name, model_version=-1)
+        for tensor in stage.inputs:
+            step.input_map[tensor.name] = _between(number, last, tensor)
+        for tensor in stage.outputs:
+            step.output_map[tensor.name] = _between(number + 1, last, tensor)
+
+
+def _between(number: int, last: int, tensor: TensorSpec) -> str:
+    # On the two sides of a step, and to the client, one name may mean different tensors.
+    return f"{number} {tensor.name}" if 0 < number < last else tensor.name
 
 
 def config_text(spec: ModelSpec) -> str:
@@ -82,13 +103,25 @@ def config_text(spec: ModelSpec) -> str:
 def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
     """Write a model into ``repository`` and return its directory. Raises RepositoryError.
 
-    ``link``: artifacts are hard links (symbolic ones across file systems) instead of copies; they then change when
-    their source is changed in place. ``force``: replace a model of that name.
+    The stages of an ensemble are written first, each a directory beside it. ``link``: artifacts are hard links
+    (symbolic ones across file systems) instead of copies; they then change when their source is changed in place.
+    ``force``: replace a model of that name.
     """
     spec = prepared.spec
     target = repository / spec.name
     text = config_text(spec)
     _check_replaceable(target, prepared, force=force)
+    own = _stages(target)
+    for stage in prepared.stages:
+        path = repository / stage.spec.name
+        if os.path.lexists(path) and stage.spec.name not in own:
+            raise RepositoryError(
+                f"{path} is another model, or left by an interrupted conversion, and {spec.name!r} needs that "
+                "name for a part of it; rename or remove it"
+            )
+    for stage in prepared.stages:
+        write(stage, repository, link=link, force=True)
+    gone = own - {stage.spec.name for stage in prepared.stages}
     try:
         repository.mkdir(parents=True, exist_ok=True)
         with _scratch(repository) as scratch:
@@ -96,19 +129,33 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             version = fresh / VERSION
             version.mkdir(parents=True)
             durable.write_text(fresh / CONFIG_FILE, text)
-            durable.write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
+            if not spec.stages:
+                durable.write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
             durable.write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
                 place(source, version / name, link=link)
             for directory in (version, fresh):
                 durable.sync_directory(directory)
             _swap_in(fresh, target, replace=force)
+            for name in gone:  # the model that was replaced had its hooks apart
+                (repository / name).rename(Path(scratch) / name)
             durable.sync_directory(repository)
     except OSError as error:
         raise RepositoryError(
             f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
         ) from error
     return target
+
+
+def _stages(target: Path) -> set[str]:
+    """The other models that the ensemble in ``target`` runs; none when there is no ensemble."""
+    if not (target / VERSION / SPEC_FILE).is_file():
+        return set()
+    try:
+        stages = ModelSpec.read(target / VERSION).stages
+    except SpecError:  # of another version; its stages are left to the user
+        return set()
+    return {stage.name for stage in stages if (target.parent / stage.name / VERSION / SPEC_FILE).is_file()}
 
 
 def _check_replaceable(target: Path, prepared: Prepared, *, force: bool) -> None:

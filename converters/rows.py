@@ -35,6 +35,8 @@ _SAME_SIZE, _OTHER_SIZE = 1e-3, 5e-2
 _FLOAT_KINDS = ((0, 0), (0, 1), (1, 0.5), (-1, 0.5), (0, 100), (100, 10), (-100, 10), (2, 0))
 """Mean and spread of each made-up row; the first is what padding looks like."""
 
+KINDS = len(_FLOAT_KINDS)
+
 Row = list[Array]
 
 

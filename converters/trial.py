@@ -44,16 +44,14 @@ class Learned:
         return replace(spec, outputs=self.outputs, coalesce=self.coalesce)
 
 
-def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput]) -> Learned:
-    """Run ``spec`` (its outputs not yet known) on made-up input and complete ``outputs``.
-
-    Always on the CPU: a model may be converted on another machine than it is served on.
+def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput], device: str = "cpu") -> Learned:
+    """Run ``spec`` (its outputs not yet known) on made-up input on ``device`` and complete ``outputs``.
 
     Raises BundleError when the model cannot run and something is left open, SignatureError when it cannot be opened.
     """
     # The engine needs the outputs' names only; shapes and dtypes come from the run.
     draft = tuple(TensorSpec(o.name, o.dtype or "f32", o.dims or (), None, o.binding) for o in outputs)
-    engine = engine_class(spec.engine).load(replace(spec, outputs=draft, device="cpu"), directory)
+    engine = engine_class(spec.engine).load(replace(spec, outputs=draft, device=device), directory)
     try:
         return _learn(engine, spec, outputs)
     finally:
@@ -98,7 +96,9 @@ def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
 
 
 def _rows_to_try(spec: ModelSpec) -> int:
-    return spec.batch_sizes[0] if spec.batch_sizes else min(spec.max_batch_size, _ROWS)
+    if spec.batch_sizes:
+        return next((size for size in spec.batch_sizes if size > 1), 1)
+    return min(spec.max_batch_size, _ROWS)
 
 
 def _kept_apart(spec: ModelSpec, why: str) -> tuple[str]:

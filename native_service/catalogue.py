@@ -30,6 +30,8 @@ from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.models")
 
+_MEMORY = Path("/proc/meminfo")
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -135,6 +137,8 @@ class Catalogue:
             if model not in owned and (repository / model).exists():
                 raise RepositoryError(f"model {new.spec.name!r} needs the name {model!r}, which is served; rename one")
         same = new.triton_models == owned and await asyncio.to_thread(_are_same, fresh, repository, owned)
+        if owned and not same:
+            await asyncio.to_thread(_check_memory, new.spec.name, fresh)
         moved: list[str] = []
         loaded: list[str] = []
         try:
@@ -183,6 +187,21 @@ class Catalogue:
     @staticmethod
     def _admitted(served: Mapping[str, ServedModel]) -> list[Admitted]:
         return [model.admitted for model in served.values() if not model.source.hidden]
+
+
+def _check_memory(name: str, fresh: Path) -> None:
+    """Until the old version has gone both are in memory: without room for that every model would be lost.
+
+    Weights take about as much there as on disk. Raises RepositoryError.
+    """
+    needed = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
+    facts = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1024
+    if needed > free:
+        raise RepositoryError(
+            f"model {name!r}: its new version needs about {needed >> 20} MiB beside the one that serves, "
+            f"{free >> 20} MiB are free; unload it first, or restart the server"
+        )
 
 
 def _move(path: Path, target: Path) -> None:

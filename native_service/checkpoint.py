@@ -71,12 +71,12 @@ class CheckpointReader:
     @property
     def needs_input(self) -> bool:
         """Whether more messages matter: not once the model turns out to take no input."""
-        return self.model is None or bool(self.model.inputs)
+        return self.model is None or bool(self.model.client_inputs)
 
     @property
     def has_ended(self) -> bool:
         """Whether every input came with its end mark, which upstream lets clients leave out."""
-        inputs = () if self.model is None else self.model.inputs
+        inputs = () if self.model is None else self.model.client_inputs
         return all(tensor.name in self._uploads and self._uploads[tensor.name].ended for tensor in inputs)
 
     def receive(self, message: inference_pb2.CheckpointRequest) -> None:
@@ -96,9 +96,9 @@ class CheckpointReader:
         model = self.model
         if model is None:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
-        if model.inputs and not self._uploads:
+        if model.client_inputs and not self._uploads:
             raise InvalidArgument(f"no tensor chunks were sent for model {model.name!r}")
-        missing = [tensor.name for tensor in model.inputs if tensor.name not in self._uploads]
+        missing = [tensor.name for tensor in model.client_inputs if tensor.name not in self._uploads]
         if missing:
             raise InvalidArgument(f"model {model.name!r} needs the inputs {_names(model)}; not sent: {missing}")
         for upload in self._uploads.values():
@@ -116,7 +116,7 @@ class CheckpointReader:
         """The whole input as a serialised ModelInferRequest. The reader forgets it: large tensors are kept once."""
         if self.model is None:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
-        uploads = [self._uploads[tensor.name] for tensor in self.model.inputs]
+        uploads = [self._uploads[tensor.name] for tensor in self.model.client_inputs]
         tensors = [(upload.spec, Tensor(upload.spec.name, upload.shape, upload.data)) for upload in uploads]
         message = write_request(self.model.name, tensors)
         self.close()
@@ -192,9 +192,9 @@ class CheckpointReader:
 
 def _addressed(model: ModelSpec, name: str) -> TensorSpec:
     """The input a chunk is for. A model's only input needs no name, and upstream's clients send any."""
-    if len(model.inputs) == 1:
-        return model.inputs[0]
-    for tensor in model.inputs:
+    if len(model.client_inputs) == 1:
+        return model.client_inputs[0]
+    for tensor in model.client_inputs:
         if tensor.name == name:
             return tensor
     raise InvalidArgument(
@@ -203,12 +203,12 @@ def _addressed(model: ModelSpec, name: str) -> TensorSpec:
 
 
 def _names(model: ModelSpec) -> list[str]:
-    return [tensor.name for tensor in model.inputs]
+    return [tensor.name for tensor in model.client_inputs]
 
 
 def _input(model: ModelSpec, tensor: TensorSpec) -> str:
     """How a message names the tensor it is about."""
-    return f"model {model.name!r}" + (f" input {tensor.name!r}" if len(model.inputs) > 1 else "")
+    return f"model {model.name!r}" + (f" input {tensor.name!r}" if len(model.client_inputs) > 1 else "")
 
 
 def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:

@@ -85,6 +85,9 @@ def serve(
 
     try:
         from native_service import settings, supervisor
+
+        if watch:
+            import watchfiles  # noqa: F401 - used much later, where nobody could be told
     except ModuleNotFoundError as error:
         raise NereidError(f"serving needs {error.name}; pip install 'nereid-triton[serve]'") from None
 

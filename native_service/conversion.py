@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 from pydantic import ValidationError
 
 from native_service import processes
-from native_service.settings import DEFAULT_CAPACITY, DEFAULT_SIGNATURE, ModelSettings, Settings
+from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
 from nereid_backend.errors import BundleError, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -95,7 +95,7 @@ class Converter:
             return await self._named(folder, settings)
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
         models: dict[str, Source] = {}
-        problems = [] if found else [f"{folder} holds no bundle, nereid folder or .onnx file"]
+        problems = [] if found else [f"{folder} holds no bundle, nereid folder or model file"]
         for name, path, calls in found:
             if name in models:
                 problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
@@ -113,11 +113,6 @@ class Converter:
         ``callees`` are the contracts of what a meta model calls, by name.
         """
         model = source.settings
-        if model.signature != DEFAULT_SIGNATURE:
-            raise BundleError(
-                f"signature {model.signature!r} belongs to a TensorFlow SavedModel, which this version does not serve; "
-                "remove the key"
-            )
         answer = await self._ask(
             {
                 "do": "convert",
@@ -127,6 +122,8 @@ class Converter:
                 "device": model.device,
                 "backend": model.backend,
                 "max_batch_size": model.options.max_batch_size,
+                "signature": model.signature,
+                "allow_code": model.options.allow_code,
                 "batch_sizes": model.options.batch_sizes,
                 "callees": {name: spec.to_json() for name, spec in callees.items()},
                 "link": self._link,
@@ -140,11 +137,13 @@ class Converter:
         waiting = [(model, f"model {model.name!r}", False) for model in settings.models]
         while waiting:
             model, who, hidden = waiting.pop(0)
-            candidates = (folder / model.name, folder / f"{model.name}.onnx")
-            path = next((candidate for candidate in candidates if candidate.exists()), None)
-            if path is None:
-                problems.append(f"{who}: neither {candidates[0]} nor {candidates[1].name} is there")
+            paths = _candidates(folder, model.name)
+            if len(paths) != 1:
+                found = " and ".join(path.name for path in paths)
+                what = f"{found}; keep one" if paths else "no folder and no model file of that name"
+                problems.append(f"{who}: {folder} holds {what}")
                 continue
+            (path,) = paths
             calls = _names((await self._ask({"do": "calls", "path": str(path)}))["calls"])
             sources[model.name] = Source(path, model, calls, hidden)
             for callee in calls or ():
@@ -205,6 +204,16 @@ class Converter:
             child.close()
 
 
+def _candidates(folder: Path, name: str) -> list[Path]:
+    """What may be meant by the model ``name``: the folder of that name, or else the model files."""
+    from converters import kinds
+
+    if (folder / name).exists():
+        return [folder / name]
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in files if kinds.kind_of(path) is not None and kinds.stem(path) == name]
+
+
 def _names(calls: list[str] | None) -> tuple[str, ...] | None:
     return None if calls is None else tuple(calls)
 
@@ -242,6 +251,8 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
         batch_sizes=request["batch_sizes"],
+        signature=request["signature"],
+        allow_code=request["allow_code"],
         callees={name: ModelSpec.from_json(text) for name, text in request["callees"].items()},
         link=request["link"],
     )

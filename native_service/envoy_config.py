@@ -35,6 +35,9 @@ KSERVE = "inference.GRPCInferenceService"
 # Of one dimension, and of all inputs of a request together (our service allows each as many). Both are far beyond what
 # a request can carry; a Lua number counts no further.
 MOST_SIZE, MOST_ELEMENTS = 2**31 - 1, 2**53
+# Of all names, shapes, ids and parameters of a request together: what fits into an error that repeats them.
+MOST_TEXT_BYTES = 16 * 1024
+_MOST_PARTS = 10_000
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
@@ -196,11 +199,66 @@ def _lua(models: Sequence[Admitted]) -> str:
     return (
         f"local ranks = {{{ranks}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'
-        f'local filter, most_size, most_elements = "{_EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n' + _LUA
+        f'local filter, most_size, most_elements = "{_EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n'
+        f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n" + _LUA
     )
 
 
 _LUA = """
+local window_bytes = 4096
+
+-- What a ModelInferRequest of the buffer holds beside its tensors, in bytes; huge when it is malformed or made of very
+-- many parts. Field numbers as in KServe's messages: 5 inputs, of these 5 contents; 7 raw_input_contents.
+local function text_bytes(buffer, length)
+  local window, first, parts = "", 0, 0
+  local function byte(at)
+    if at < first or at >= first + #window then
+      if at >= length then return nil end
+      first, window = at, buffer:getBytes(at, math.min(window_bytes, length - at))
+    end
+    return window:byte(at - first + 1)
+  end
+  local function number(at)
+    local value, scale = 0, 1
+    for _ = 1, 10 do
+      local part = byte(at)
+      if part == nil then return nil end
+      at = at + 1
+      if part < 128 then return value + part * scale, at end
+      value, scale = value + (part - 128) * scale, scale * 128
+    end
+    return nil
+  end
+  local function scan(at, stop, inside)
+    local bytes = 0
+    while at < stop do
+      parts = parts + 1
+      local key, size
+      key, at = number(at)
+      if key == nil or parts > most_parts then return math.huge end
+      local field, kind = math.floor(key / 8), key % 8
+      if kind == 2 then
+        size, at = number(at)
+        if size == nil or at + size > stop then return math.huge end
+        if field == 5 and not inside then
+          bytes = bytes + scan(at, at + size, true)
+        elseif field ~= (inside and 5 or 7) then
+          bytes = bytes + size
+        end
+        at = at + size
+      elseif kind == 0 then
+        size, at = number(at)
+        if size == nil then return math.huge end
+        bytes = bytes + 10
+      else
+        return math.huge
+      end
+    end
+    return bytes
+  end
+  return scan(5, length, false)
+end
+
 function envoy_on_request(request)
   local headers = request:headers()
   if headers:get(header) then
@@ -239,14 +297,21 @@ function envoy_on_request(request)
     total = total + 1
   end
   if elements > most_elements or (rank >= 0 and total ~= rank) then return end
-  headers:add(header, prefix .. name)
+  -- Triton repeats names, ids and parameters in its errors. An error of more than 64 KiB breaks the connection with all
+  -- calls on it, and calls that are cut off at once can crash Triton 2.51.
+  local buffer = request:body()
+  if buffer == nil then return end
+  local length = buffer:length()
+  if length > most_text and text_bytes(buffer, length) > most_text then return end
+  -- Waiting for the body has ended the life of the objects from before it.
+  request:headers():add(header, prefix .. name)
   request:clearRouteCache()
 end
 """
 
 
 def _total_rank(spec: ModelSpec) -> int:
-    return sum(len(spec.dims(tensor)) + 1 for tensor in spec.inputs) if spec.max_batch_size else -1
+    return sum(len(spec.dims(tensor)) + 1 for tensor in spec.client_inputs) if spec.max_batch_size else -1
 
 
 def _named_route(prefix: str) -> Json:

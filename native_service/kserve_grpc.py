@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.envoy_config import KSERVE, MOST_ELEMENTS, MOST_SIZE
+from native_service.envoy_config import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
 from native_service.grpc_edge import Inference, errors_told, parsed, shown, unary
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
 from nereid_backend.spec import ModelSpec
@@ -151,6 +151,7 @@ class KServeService:
         complete_batch(request, spec)
         try:
             check_shapes(request, spec)
+            check_texts(request)
         except InvalidArgument as error:
             self._inference.refusals.add(spec.name, error)
             raise
@@ -192,7 +193,7 @@ def complete_batch(request: Any, spec: ModelSpec) -> None:
     """Insert a leading 1 into the shape of each input of ``request`` whose batch dimension was left out."""
     if not spec.max_batch_size:
         return
-    ranks = {tensor.name: len(spec.dims(tensor)) for tensor in spec.inputs}
+    ranks = {tensor.name: len(spec.dims(tensor)) for tensor in spec.client_inputs}
     for tensor in request.inputs:
         if ranks.get(tensor.name) == len(tensor.shape):
             tensor.shape.insert(0, 1)
@@ -235,6 +236,16 @@ def check_shapes(request: Any, spec: ModelSpec) -> None:
         sizes = [size for size in tensor.shape if size]
         if max(sizes, default=0) > MOST_SIZE or math.prod(sizes) > MOST_ELEMENTS:
             raise InvalidArgument(f"{where} is larger than any tensor can be, shape {short_repr([*tensor.shape])}")
+
+
+def check_texts(request: Any) -> None:
+    """Raise InvalidArgument for names, ids and parameters that would break the connection when Triton repeats them."""
+    tensors = sum(map(len, request.raw_input_contents)) + sum(t.contents.ByteSize() for t in request.inputs)
+    if request.ByteSize() - tensors > MOST_TEXT_BYTES:
+        raise InvalidArgument(
+            f"the request has {request.ByteSize() - tensors} bytes of names, shapes, ids and parameters; at most "
+            f"{MOST_TEXT_BYTES} are taken"
+        )
 
 
 async def _switched_off(_request: Any, context: Any) -> Any:

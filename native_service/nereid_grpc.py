@@ -106,12 +106,12 @@ class NereidService:
     async def _stream(self, answer: bytes, spec: ModelSpec, context: Any) -> None:
         """The log line, every output in the order of the specification, the end."""
         outputs = {tensor.name: tensor for tensor in read_outputs(answer)}
-        missing = [tensor.name for tensor in spec.outputs if tensor.name not in outputs]
+        missing = [tensor.name for tensor in spec.client_outputs if tensor.name not in outputs]
         if missing:
             raise EngineError(f"model {spec.name!r} answered without its outputs {missing}")
         text = f"inference completed for model '{spec.name}'"
         await context.write(inference_pb2.CheckpointResponse(chunk=text))
-        for tensor in spec.outputs:
+        for tensor in spec.client_outputs:
             for chunk in output_chunks(outputs[tensor.name]):
                 await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
         await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))

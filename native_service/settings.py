@@ -112,9 +112,11 @@ class ModelOptions(_Section):
     """What upstream's file has no key for."""
 
     max_batch_size: Annotated[int, Field(ge=0)] | None = None
-    """For a bare .onnx file with a symbolic first axis."""
+    """For a bare file with a symbolic first axis."""
     batch_sizes: Literal["all", "largest"] = "all"
     """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
+    allow_code: bool = False
+    """Open a file that runs code of its own while it is read: a .pt2 archive, a pickle."""
 
 
 class ModelSettings(_Section):

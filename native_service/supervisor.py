@@ -156,9 +156,15 @@ async def _start(
     ending.push_async_callback(control.stop)
     if options.watch:
         following = asyncio.create_task(control.follow(options.reread))
+        following.add_done_callback(_report_failure)
         ending.callback(following.cancel)
     names = tuple(catalogue.models)
     return Endpoints(public, http, where.grpc, where.http, where.metrics, names), triton, front
+
+
+def _report_failure(following: asyncio.Task[None]) -> None:
+    if not following.cancelled() and (error := following.exception()) is not None:
+        _LOG.error("the models are not followed any more; restart the server to follow them", exc_info=error)
 
 
 async def _first(*work: Coroutine[Any, Any, T]) -> T:

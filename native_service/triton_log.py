@@ -13,11 +13,13 @@ _MODELS = logging.getLogger("nereid.models")
 _HEADER = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (\S+:\d+)\] ?(.*)$")
 _LEVELS = {"I": logging.DEBUG, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 _KEPT_LINES = 50
-# The first four lines come on every machine without a GPU, at any level; nothing is wrong there. The last two repeat
+# All but the last line come on every machine without a GPU, at any level; nothing is wrong there. The last repeats
 # what the caller of a load or a stop is told anyway.
 _NOISE = re.compile(
     r"Unable to allocate pinned system memory|CUDA memory pool disabled|CudaDriverHelper has not been initialized"
     r"|GPU metrics will not be available|Failed to initialize NVML|Cannot get CUDA device count|DCGM"
+    r"|^unable to create stream for .*CUDA driver version"
+    r"|^failed to allocate pinned system memory: no pinned memory pool"
     r"|^failed to load '|^Signal \(\d+\) received"
 )
 

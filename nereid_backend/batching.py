@@ -81,8 +81,10 @@ class Staging:
 class OutputCheck:
     """Compares a run's outputs with the spec, because Triton does not."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, what: str = "output") -> None:
+        """``what`` the arrays are called in messages."""
         self._spec = spec
+        self._what = what
         self._dtypes = [tensor.element.numpy for tensor in spec.outputs]
         self._shapes: dict[int, list[tuple[int, ...]]] = {}
 
@@ -105,7 +107,7 @@ class OutputCheck:
     def _checked(
         self, tensor: TensorSpec, array: Array, dtype: np.dtype[Any], expected: tuple[int, ...], size: int
     ) -> Array:
-        where = f"model {self._spec.name!r} output {tensor.name!r}"
+        where = f"model {self._spec.name!r} {self._what} {tensor.name!r}"
         if array.dtype != dtype:
             raise OutputError(f"{where} has dtype {array.dtype.name}, expected {dtype.name}")
         shape = array.shape

@@ -102,3 +102,8 @@ def by_onnx(name: str) -> DType:
 def by_numpy(dtype: np.dtype[Any]) -> DType:
     """The row of a numpy or ml_dtypes dtype. Raises BundleError."""
     return _lookup("numpy_name", "numpy dtype", dtype.name)
+
+
+def by_torch(name: str) -> DType:
+    """The row of a torch dtype such as ``float32``; torch and ml_dtypes agree on names. Raises BundleError."""
+    return _lookup("numpy_name", "torch dtype", name)

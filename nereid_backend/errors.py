@@ -92,6 +92,10 @@ class UserCodeError(BundleError):
     """The Python file of a bundle cannot be loaded or does not say what it runs."""
 
 
+class RecordError(BundleError):
+    """A mapping read from a file has other keys or values than its record."""
+
+
 class SpecError(BundleError):
     """nereid.json is not a model specification this version can read."""
 
@@ -150,6 +154,10 @@ class ModelUnavailable(NereidError):
 
 class CallError(NereidError):
     """The code of a meta model calls what it may not, or when it may not."""
+
+
+class HookError(NereidError):
+    """A hook of the bundle failed on a request."""
 
 
 class EngineError(NereidError):

@@ -30,7 +30,7 @@ from nereid_backend.errors import (
     OutputError,
     short_repr,
 )
-from nereid_backend.hooks import Arrays, MetaModel, NamedArray
+from nereid_backend.hooks import Arrays, MetaModel, NamedArray, by_name
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 from nereid_backend.tensors import TensorAccess
 
@@ -79,7 +79,7 @@ class TritonPythonModel(model.TritonPythonModel):
 
     def _in_order(self, given: Arrays) -> list[Array]:
         """What ``run`` gave, in the order of the specification. Raises OutputError."""
-        arrays = _by_name(given, f"run of model {self._spec.name!r} gave", OutputError)
+        arrays = by_name(given, f"run of model {self._spec.name!r} gave", OutputError)
         names = [tensor.name for tensor in self._spec.outputs]
         if set(arrays) != set(names):
             raise OutputError(f"run of model {self._spec.name!r} gave the outputs {sorted(arrays)}, expected {names}")
@@ -143,7 +143,7 @@ class _Callee:
             raise InvalidArgument(
                 f"model {spec.name!r} has no output {short_repr(unknown[0])}, only {[*self._outputs]}"
             )
-        arrays = _by_name(inputs, f"the call of model {spec.name!r} has", InvalidArgument)
+        arrays = by_name(inputs, f"the call of model {spec.name!r} has", InvalidArgument)
         rows = self._check(arrays)
         tensors = [write(_outward(spec, tensor, arrays[name])) for name, (tensor, write) in self._inputs.items()]
         request = pb_utils.InferenceRequest(
@@ -196,20 +196,6 @@ class _Callee:
 
 def _outward(spec: ModelSpec, tensor: TensorSpec, array: Array) -> Array:
     return array[..., np.newaxis] if spec.is_scalar(tensor) else array
-
-
-def _by_name(given: Arrays, what: str, error: type[NereidError]) -> dict[str, Array]:
-    """``given`` as a dictionary of arrays. Raises ``error`` for anything but named arrays."""
-    try:
-        pairs = list(given.items() if isinstance(given, Mapping) else given)
-        arrays = {name: np.asarray(array) for name, array in pairs}
-    except (TypeError, ValueError) as problem:
-        raise error(f"{what} {short_repr(given)}, expected named arrays ({problem})") from None
-    if not all(isinstance(name, str) for name in arrays):
-        raise error(f"{what} names that are no text: {short_repr([*arrays])}")
-    if len(arrays) != len(pairs):
-        raise error(f"{what} a name twice: {short_repr([name for name, _ in pairs])}")
-    return arrays
 
 
 def _error(callee: str, text: str) -> NereidError:

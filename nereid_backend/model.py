@@ -19,6 +19,7 @@ from nereid_backend.batching import Array
 from nereid_backend.engines import Engine, engine_class
 from nereid_backend.errors import Cancelled, InvalidArgument, NereidError
 from nereid_backend.executor import Executor
+from nereid_backend.pipeline import Pipeline
 from nereid_backend.spec import ModelSpec
 from nereid_backend.tensors import TensorAccess
 
@@ -59,11 +60,12 @@ class TritonPythonModel:
     def _open(self, spec: ModelSpec, directory: Path) -> None:
         self._spec = spec
         self._engine: Engine = engine_class(spec.engine).load(spec, directory)
-        self._executor = Executor(spec, self._engine)
+        executor = Executor(spec, self._engine)
+        self._executor = executor if spec.hooks is None else Pipeline(spec, executor, directory)
         access = TensorAccess(pb_utils)
-        self._readers = [(access.reader(t), spec.is_scalar(t)) for t in spec.inputs]
-        self._writers = [(access.writer(t), spec.is_scalar(t)) for t in spec.outputs]
-        if (problem := self._executor.warm_up()) is not None:
+        self._readers = [(access.reader(t), spec.is_scalar(t)) for t in spec.client_inputs]
+        self._writers = [(access.writer(t), spec.is_scalar(t)) for t in spec.client_outputs]
+        if (problem := executor.warm_up()) is not None:
             pb_utils.Logger.log_warn(f"model {spec.name!r}: the warm-up run on zeros failed: {problem}")
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -95,6 +97,8 @@ class TritonPythonModel:
         return self._report(request, result)
 
     def finalize(self) -> None:
+        if isinstance(self._executor, Pipeline):
+            self._executor.close()
         self._engine.close()
 
     def _read_inputs(self, request: Any) -> list[Array]:

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from nereid_backend import dtypes
 from nereid_backend.dtypes import DType
-from nereid_backend.errors import BundleError, SpecError, short_repr
+from nereid_backend.errors import BundleError, RecordError, SpecError
+from nereid_backend.records import mismatch, record
 
 FORMAT_VERSION = 1
 SPEC_FILE = "nereid.json"
 VARIABLE = -1
+PREPROCESS, POSTPROCESS = "preprocess", "postprocess"
 MAX_SIZE = 2**31 - 1
 """The largest dimension or batch: a batch size is an int32 in Triton's configuration."""
 
 Variant = tuple[int, ...]
 """Sizes of every variable input axis (``ModelSpec.variable_axes``); ``()`` where programs take any size there."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +86,39 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class BuiltinSpec:
+    """A declared built-in hook: its name in :mod:`nereid_backend.builtins` and its options, resolved."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What is done with each request around the executable, and the tensors clients see because of it.
+
+    In the order they run: the preprocess of the bundle's Python file, ``preprocess``, the executable, ``postprocess``,
+    the postprocess of the Python file. ``code`` names those of the Python file that run.
+    """
+
+    client_inputs: tuple[TensorSpec, ...]
+    client_outputs: tuple[TensorSpec, ...]
+    preprocess: tuple[BuiltinSpec, ...] = ()
+    postprocess: tuple[BuiltinSpec, ...] = ()
+    code: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A served model. See the fields for units and meaning.
+
+    ``inputs`` and ``outputs`` are the executable's; clients see those of ``hooks`` instead, where there are any.
 
     ``max_batch_size`` is Triton's: 0 means requests carry their full shape, one to a call.
     ``coalesce`` says whether the rows of a run are independent: requests may then share it and be padded.
     ``instances`` is the number of processes that serve it, each with one request or batch at a time.
     ``calls`` is None except for a meta model: the contracts of its callees.
+    ``stages`` are the contracts of the models an ensemble runs in order: hooks in processes of their own.
     ``batch_may_be_omitted`` is the nereid folder rule: an output of a one-row run may lack the batch axis.
     """
 
@@ -111,11 +136,36 @@ class ModelSpec:
     threads: int | None = None
     instances: int = 1
     calls: tuple[ModelSpec, ...] | None = None
+    hooks: Hooks | None = None
+    stages: tuple[ModelSpec, ...] = ()
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        """The files its engine reads."""
+        return (*(p.file for p in self.programs), *((self.weights.file,) if self.weights else ()))
+
+    @property
+    def client_inputs(self) -> tuple[TensorSpec, ...]:
+        """What requests carry."""
+        return self.inputs if self.hooks is None else self.hooks.client_inputs
+
+    @property
+    def client_outputs(self) -> tuple[TensorSpec, ...]:
+        """What responses carry."""
+        return self.outputs if self.hooks is None else self.hooks.client_outputs
 
     @property
     def contract(self) -> ModelSpec:
-        """What a caller needs to know: all but programs and weights."""
-        return replace(self, programs=(), weights=None)
+        """What a caller needs to know: all but hooks, programs and weights."""
+        return replace(
+            self,
+            inputs=self.client_inputs,
+            outputs=self.client_outputs,
+            hooks=None,
+            programs=(),
+            weights=None,
+            stages=(),
+        )
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -178,8 +228,11 @@ class ModelSpec:
                 f"{SPEC_FILE} has format_version {version!r}, this runtime reads {FORMAT_VERSION}; "
                 "convert the bundle again with the installed version"
             )
-        spec = _build(cls, raw, "")
-        _check(spec)
+        try:
+            spec = record(cls, raw)
+            _check(spec)
+        except RecordError as error:
+            raise SpecError(f"{SPEC_FILE} is incomplete or malformed ({error}); convert the bundle again") from None
         return spec
 
     @classmethod
@@ -193,63 +246,22 @@ class ModelSpec:
             raise SpecError(f"{SPEC_FILE} is not UTF-8 text; convert the bundle again") from None
 
 
-# Reading JSON by the annotations of the dataclasses above.
-
-
-def _malformed(where: str, expected: str, got: Any) -> SpecError:
-    return SpecError(
-        f"{SPEC_FILE} is incomplete or malformed ({where or 'the specification'} must be {expected}, got "
-        f"{short_repr(got)}); convert the bundle again"
-    )
-
-
-def _build(cls: type[_T], raw: Any, where: str) -> _T:
-    if not isinstance(raw, Mapping):
-        raise _malformed(where, "an object", raw)
-    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    if unknown := set(raw) - set(known):
-        raise SpecError(f"{SPEC_FILE} has unknown keys {sorted(unknown)} in {cls.__name__}; convert the bundle again")
-    for name, field in known.items():
-        if field.default is MISSING and name not in raw:
-            raise SpecError(
-                f"{SPEC_FILE} is incomplete or malformed ({cls.__name__} has no {name!r}); convert the bundle again"
-            )
-    kinds = get_type_hints(cls)
-    return cls(**{name: _value(kinds[name], value, f"{where}.{name}".lstrip(".")) for name, value in raw.items()})
-
-
-def _value(kind: Any, raw: Any, where: str) -> Any:
-    """``raw`` as the annotated ``kind``: a dataclass, a tuple of one kind, a kind or None, a scalar."""
-    if is_dataclass(kind):
-        return _build(kind, raw, where)  # type: ignore[arg-type]
-    inner, *_ = (*get_args(kind), kind)
-    if get_origin(kind) is tuple:
-        if not isinstance(raw, list):
-            raise _malformed(where, "a list", raw)
-        return tuple(_value(inner, item, f"{where}[{index}]") for index, item in enumerate(raw))
-    if isinstance(kind, UnionType):
-        return None if raw is None else _value(inner, raw, where)
-    if type(raw) is not kind:  # True is no number here
-        raise _malformed(where, f"of type {kind.__name__}", raw)
-    return raw
-
-
 def _check(spec: ModelSpec) -> None:
-    """What the types cannot say. Raises SpecError."""
-    for tensor in (*spec.inputs, *spec.outputs):
+    """What the types cannot say. Raises RecordError, SpecError."""
+    for tensor in (*spec.inputs, *spec.outputs, *spec.client_inputs, *spec.client_outputs):
         try:
             dtypes.by_token(tensor.dtype)
         except BundleError as error:
             raise SpecError(f"{SPEC_FILE}: tensor {tensor.name!r}: {error}; convert the bundle again") from None
         if not all(VARIABLE <= size <= MAX_SIZE for size in tensor.shape):
-            raise _malformed(f"shape of {tensor.name!r}", f"of sizes from -1 to {MAX_SIZE}", tensor.shape)
+            raise mismatch(f"shape of {tensor.name!r}", f"of sizes from -1 to {MAX_SIZE}", tensor.shape)
         if tensor.batch_axis is not None and not 0 <= tensor.batch_axis < len(tensor.shape):
-            raise _malformed(f"batch_axis of {tensor.name!r}", f"below {len(tensor.shape)}", tensor.batch_axis)
+            raise mismatch(f"batch_axis of {tensor.name!r}", f"below {len(tensor.shape)}", tensor.batch_axis)
     if not 0 <= spec.max_batch_size <= MAX_SIZE:
-        raise _malformed("max_batch_size", f"from 0 to {MAX_SIZE}", spec.max_batch_size)
+        raise mismatch("max_batch_size", f"from 0 to {MAX_SIZE}", spec.max_batch_size)
     variable = len(spec.variable_axes)
     for program in spec.programs:
         if program.batch_size is not None and not 1 <= program.batch_size <= MAX_SIZE:
-            raise _malformed(f"batch_size of {program.file!r}", f"from 1 to {MAX_SIZE}", program.batch_size)
+            raise mismatch(f"batch_size of {program.file!r}", f"from 1 to {MAX_SIZE}", program.batch_size)
         if len(program.variant) not in {0, variable} or bool(program.variant) != bool(spec.programs[0].variant):
-            raise _malformed(f"variant of {program.file!r}", f"{variable} sizes, as of every program", program.variant)
+            raise mismatch(f"variant of {program.file!r}", f"{variable} sizes, as of every program", program.variant)

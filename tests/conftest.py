@@ -15,6 +15,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+# Two shared cores: how long one example takes says nothing.
+hypothesis.settings.register_profile("nereid", deadline=None)
+hypothesis.settings.load_profile("nereid")
 # For tests of what anyone may write: pytest --hypothesis-profile=thorough -k made_up
 hypothesis.settings.register_profile("thorough", max_examples=10_000, deadline=None)
 

@@ -1,13 +1,16 @@
 """What executes a program, and the registry that finds it.
 
-Adding an engine is one file in this package and one line in ``ENGINES``. An engine imports its own library
-inside ``load`` only, so that this package stays importable everywhere.
+Adding an engine is one file in this package and one line in ``ENGINES``, or one file in any installed distribution
+that declares it in the entry point group ``nereid.engines``. An engine imports its own library inside ``load`` only,
+so that this package stays importable everywhere.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +20,18 @@ from nereid_backend.errors import BundleError, EngineMissing
 from nereid_backend.spec import ModelSpec
 
 Array = np.ndarray[Any, Any]
+
+ENTRY_POINTS = "nereid.engines"
+_METHODS = ("load", "check_device", "run", "close")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output as an artifact itself declares it. A symbolic or unknown axis is its name, or None."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
 
 
 class Engine(Protocol):
@@ -54,9 +69,19 @@ class EngineEntry:
 
 
 ENGINES: dict[str, EngineEntry] = {
+    "identity": EngineEntry("nereid_backend.engines.identity", "IdentityEngine", "numpy", "", "hooks alone"),
     "stablehlo": EngineEntry("nereid_backend.engines.stablehlo", "StableHloEngine", "jax", "jax", "StableHLO in JAX"),
+    "jax_export": EngineEntry(
+        "nereid_backend.engines.jax_export", "JaxExportEngine", "jax", "jax", "jax.export functions in JAX"
+    ),
     "torchscript": EngineEntry(
         "nereid_backend.engines.torchscript", "TorchScriptEngine", "torch", "torch", "TorchScript in torch"
+    ),
+    "torch_export": EngineEntry(
+        "nereid_backend.engines.pt2", "ExportedProgramEngine", "torch", "torch", "torch.export programs in torch"
+    ),
+    "aotinductor": EngineEntry(
+        "nereid_backend.engines.pt2", "AotInductorEngine", "torch", "torch", "AOTInductor packages in torch"
     ),
     "onnx": EngineEntry(
         "nereid_backend.engines.onnx", "OnnxEngine", "onnxruntime", "onnx", "ONNX models in ONNX Runtime"
@@ -65,12 +90,55 @@ ENGINES: dict[str, EngineEntry] = {
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The class of a registered engine. Raises BundleError for an unknown name."""
-    entry = ENGINES.get(name)
-    if entry is None:
-        raise BundleError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}; convert the bundle again")
-    cls: type[Engine] = getattr(importlib.import_module(entry.module), entry.class_name)
+    """The class of a registered or installed engine. Raises BundleError for an unknown name, EngineMissing."""
+    cls: type[Engine]
+    if (entry := ENGINES.get(name)) is not None:
+        cls = getattr(importlib.import_module(entry.module), entry.class_name)
+        return cls
+    installed = installed_engines()
+    if name not in installed:
+        raise BundleError(
+            f"unknown engine {name!r}; known: {', '.join((*ENGINES, *installed))}; install the distribution that "
+            "brings it into this Python, or convert the model again"
+        )
+    origin = _origin(installed[name])
+    try:
+        cls = installed[name].load()
+    except (ImportError, AttributeError) as error:
+        raise EngineMissing(
+            f"engine {name!r} of {origin} cannot be imported ({error}); repair its installation"
+        ) from None
+    if missing := [method for method in _METHODS if not hasattr(cls, method)]:
+        raise EngineMissing(
+            f"engine {name!r} of {origin} has no {', '.join(missing)}; see nereid_backend.engines.Engine"
+        )
     return cls
+
+
+def installed_engines() -> dict[str, EntryPoint]:
+    """Engines that other installed distributions declare, by name; none of them is imported.
+
+    Raises BundleError when a name cannot be one, is built in or declared twice.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: (point.name, point.value)):
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", point.name):
+            raise BundleError(
+                f"{_origin(point)} declares an engine {point.name!r}; a name is lower-case letters, digits and _"
+            )
+        if point.name in ENGINES:
+            raise BundleError(f"{_origin(point)} declares an engine {point.name!r}, which is built in; rename it")
+        if point.name in found and found[point.name].value != point.value:
+            raise BundleError(
+                f"{_origin(found[point.name])} and {_origin(point)} both declare an engine {point.name!r}; "
+                "uninstall one"
+            )
+        found[point.name] = point
+    return found
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
 def import_library(engine: str) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nereid_backend import dtypes
-from nereid_backend.engines import Array, import_library, parse_device
+from nereid_backend.engines import Array, Port, import_library, parse_device
 from nereid_backend.errors import BundleError, DeviceMissing, EngineError, InvalidArgument, SignatureError
 from nereid_backend.spec import ModelSpec
 
@@ -19,15 +18,6 @@ CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 
 _BF16_ONNX = 16  # TensorProto.BFLOAT16
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """One input or output of the graph. A symbolic or unknown axis is its name, or None."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str | None, ...]
 
 
 def open_session(path: Path, device: str = "cpu", threads: int | None = None) -> Any:

@@ -178,7 +178,7 @@ class _Compiler:
                 executable, in_tree, out_tree, self._device.client, [self._device]
             )
         except Exception as error:  # noqa: BLE001 - whatever an entry does, the artifact can be compiled again
-            _LOG.warning("%s: its cached program cannot be loaded (%s); compiling it again", name, _first_line(error))
+            _LOG.warning("%s: its cached program cannot be loaded (%s); compiling it again", name, first_line(error))
             return None
         return program
 
@@ -197,11 +197,11 @@ class _Compiler:
         try:
             program: Callable[..., Any] = self._jax.jit(nereid_program).lower(*shapes).compile()
         except (ValueError, TypeError, RuntimeError) as error:
-            raise EngineError(f"{path.name}: does not compile: {_first_line(error)}") from error
+            raise EngineError(f"{path.name}: does not compile: {first_line(error)}") from error
         try:
             entry = pickle.dumps(serialize_executable.serialize(program))
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-            _LOG.info("%s: its compiled program cannot be cached (%s)", path.name, _first_line(error))
+            _LOG.info("%s: its compiled program cannot be cached (%s)", path.name, first_line(error))
         else:
             self._cache.write(key, entry)
         return program
@@ -238,14 +238,14 @@ class StableHloEngine:
     @classmethod
     def check_device(cls, device: str) -> None:
         jax = import_library("stablehlo")
-        _configure(jax, device)
-        _device(jax, device)
+        configure(jax, device)
+        find_device(jax, device)
 
     @classmethod
     def load(cls, spec: ModelSpec, directory: Path) -> StableHloEngine:
         jax = import_library("stablehlo")
-        _configure(jax, spec.device)
-        device = _device(jax, spec.device)
+        configure(jax, spec.device)
+        device = find_device(jax, spec.device)
         weights: list[Any] = []
         if spec.weights is not None:
             # One shared read buffer; device_put aliases what is 64-byte aligned and copies the rest. It is never
@@ -267,24 +267,27 @@ class StableHloEngine:
             # result, after which the inputs may be reused.
             return [np.asarray(output) for output in function(*inputs, *self._weights)]
         except (ValueError, TypeError, RuntimeError) as error:
-            raise EngineError(f"the StableHLO program failed: {_first_line(error)}") from error
+            raise EngineError(f"the StableHLO program failed: {first_line(error)}") from error
 
     def close(self) -> None:
         self._functions, self._only, self._weights = {}, None, []
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _configure(jax: Any, device: str) -> None:
+def configure(jax: Any, device: str) -> None:
+    """What must be set before jax is first used for a model on ``device``."""
     # Without 64-bit mode JAX narrows i64 and f64 arguments silently.
     jax.config.update("jax_enable_x64", True)
     # A CUDA build of jax would otherwise take the first GPU for a model that asks for the CPU.
     jax.config.update("jax_platforms", "cpu" if parse_device(device)[0] == "cpu" else "cuda,cpu")
 
 
-def _device(jax: Any, device: str) -> Any:
+def find_device(jax: Any, device: str) -> Any:
+    """The jax device of a device's name. Raises DeviceMissing, BundleError."""
     kind, index = parse_device(device)
     try:
         found = jax.devices(kind)

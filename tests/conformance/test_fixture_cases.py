@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from converters import bundle, folder, manifest, repository
+from converters.kinds import Opening
 from nereid_backend import dtypes
 from nereid_backend.batching import Staging, padded_size, split
 from nereid_backend.engines import engine_class
@@ -75,7 +76,7 @@ def array_of(tensor: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize(("name", "case"), ARITHMETIC)
 def test_a_nereid_folder_computes_what_upstream_computes(name: str, case: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the torch extra is not installed in this interpreter")
-    spec, engine = open_written(folder.read(FOLDERS / name, name, "cpu", None), tmp_path)
+    spec, engine = open_written(folder.read(FOLDERS / name, name, Opening("cpu"), None), tmp_path)
     inputs = [array_of(case["inputs"][tensor.name]) for tensor in spec.inputs]
     got = dict(zip((t.name for t in spec.outputs), engine.run(inputs), strict=True))
     assert set(got) == set(case["outputs"])

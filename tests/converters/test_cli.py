@@ -77,11 +77,12 @@ def test_wrong_usage_exits_with_2(add_one: Path, arguments: tuple[str, ...], wor
 @pytest.mark.parametrize(
     ("setup", "options", "words"),
     [
-        (None, (), "does not exist; give a bundle, a nereid folder or an .onnx file"),
+        (None, (), "does not exist; give a bundle, a nereid folder or a model file (.pt, .onnx, "),
         ("folder", (), "the folder is neither a bundle (manifest.yaml) nor a nereid folder"),
-        ("text", (), "is a file; give a bundle, a nereid folder or an .onnx file"),
+        ("text", (), "is a file; give a bundle, a nereid folder or a model file (.pt, .onnx, "),
         ("manifest", (), "manifest.yaml line 1: is not YAML (the value is no timestamp, quote it); correct the line"),
-        ("torch", ("--max-batch-size", "4"), "--max-batch-size applies to a bare .onnx file"),
+        ("torch", ("--signature", "f"), "signature 'f' belongs to a TensorFlow SavedModel, this model is none"),
+        ("torch", ("--max-batch-size", "4"), "--max-batch-size applies to a bare file"),
         ("torch", ("--backend", "onnx"), "backend 'onnx' was asked for"),
         ("folder", ("--device", "metal"), "unknown device 'metal'; use cpu, cuda or cuda:<index>"),
         ("folder", ("--name", "a/b"), "model name 'a/b' has characters outside letters, digits and _.-"),
@@ -226,7 +227,8 @@ def test_a_reader_that_ends_its_process_fails_its_own_model_only(plus_one: Any, 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"error: {tmp_path / name}.onnx: reading it ended the converter ({how}); it is damaged, export it again"
+        f"error: {tmp_path / name}.onnx: reading it ended the converter ({how}); "
+        "it is damaged, or too large for this machine"
         for name, how in (("aborts", "signal 6"), ("exits", "exit code 7"))
     ]
     assert [line.partition(" -> ")[0] for line in done.stdout.splitlines()] == [

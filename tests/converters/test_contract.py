@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from made_up import MANY, damaged
 
 from converters import contract as contracts
+from converters.artifact import input_spec
 from converters.contract import Contract, ContractTensor, parse
-from converters.graph import input_spec
 from converters.repository import config_text
 from nereid_backend import dtypes
 from nereid_backend.errors import ContractError

@@ -14,6 +14,7 @@ import pytest
 from converters import folder, trial
 from converters.discover import find, is_model
 from converters.folder import detect
+from converters.kinds import Opening
 from nereid_backend.errors import BundleError, ContractError, SignatureError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
@@ -70,8 +71,8 @@ def test_f19_a_named_backend_is_held_against_the_files(files: Any) -> None:
     path = files(CONTRACT, "a.pt")
     with pytest.raises(BundleError, match=r"backend 'onnx' was asked for, but the folder does not hold .* one \.onnx"):
         detect(path, "onnx")
-    with pytest.raises(BundleError, match="unknown backend 'xgboost'; known: torch, onnx, python"):
-        detect(path, "xgboost")
+    with pytest.raises(BundleError, match="unknown backend 'caffe'; known: torch, onnx, pt2, jax, xgboost, "):
+        detect(path, "caffe")
     assert detect(path, "cxx") == "cxx"
 
 
@@ -82,7 +83,7 @@ def test_f20_a_folder_holds_exactly_one_model_file(files: Any, backend: str, cou
     path = files(CONTRACT, *[f"{i}{suffix}" for i in range(count)])
     words = rf"exactly one {suffix} file, found 0{suffix}, 1{suffix}" if count else f"does not hold .*{suffix}"
     with pytest.raises(BundleError, match=words):
-        folder.read(path, "m", "cpu", backend)
+        folder.read(path, "m", Opening("cpu"), backend)
 
 
 @pytest.mark.parametrize(
@@ -91,17 +92,17 @@ def test_f20_a_folder_holds_exactly_one_model_file(files: Any, backend: str, cou
         (("main.py", "requirements.txt"), None, "script folders .* are not supported"),
         ((CONTRACT, "main.cpp"), None, r"cpp folders are not supported; export the model as \.onnx"),
         ((CONTRACT,), "cxx", "cxx folders are not supported"),
-        ((CONTRACT, "saved_model.pb", "variables/"), None, "tensorflow folders are not supported"),
+        ((CONTRACT, "saved_model.pb", "variables/"), None, "TensorFlow runs it while it is converted"),
     ],
 )
 def test_a_kind_that_cannot_be_served_says_what_can(files: Any, names: Any, backend: Any, words: str) -> None:
     with pytest.raises(BundleError, match=words):
-        folder.read(files(*names), "m", "cpu", backend)
+        folder.read(files(*names), "m", Opening("cpu"), backend)
 
 
 def test_a_model_without_a_declared_input_is_refused(files: Any) -> None:
     with pytest.raises(BundleError, match="a torch model needs a declared input"):
-        folder.read(files(CONTRACT, "a.pt", contract="output_shape: [4]"), "m", "cpu", None)
+        folder.read(files(CONTRACT, "a.pt", contract="output_shape: [4]"), "m", Opening("cpu"), None)
 
 
 # Discovery.
@@ -165,7 +166,7 @@ A, B = np.array([[1, 2]], np.float32), np.array([[10, 20]], np.float32)
 def test_contract_and_graph_bind_by_name_or_else_by_position(
     difference: Any, run: Any, tmp_path: Path, names: Any, inputs: Any, bindings: list[str]
 ) -> None:
-    prepared = folder.read(difference(blocks(*names)), "m", "cpu", None)
+    prepared = folder.read(difference(blocks(*names)), "m", Opening("cpu"), None)
     assert [(t.name, t.binding, t.shape) for t in prepared.spec.inputs] == [
         (n, b, (-1, 2)) for n, b in zip(names, bindings, strict=True)
     ]
@@ -174,7 +175,7 @@ def test_contract_and_graph_bind_by_name_or_else_by_position(
 
 
 def test_outputs_bind_by_name_too(difference: Any, run: Any, tmp_path: Path) -> None:
-    prepared = folder.read(difference(blocks("first", "second", outputs=("p", "d"))), "m", "cpu", None)
+    prepared = folder.read(difference(blocks("first", "second", outputs=("p", "d"))), "m", Opening("cpu"), None)
     assert [o.tolist() for o in run(prepared, tmp_path / "r", A, B)] == [[[10, 40]], [[-9, -18]]]
 
 
@@ -204,16 +205,16 @@ def test_a_contract_that_differs_from_the_graph_is_refused_by_name(
     import re
 
     with pytest.raises(SignatureError, match=re.escape(words)):
-        folder.read(difference(contract, shape), "m", "cpu", None)
+        folder.read(difference(contract, shape), "m", Opening("cpu"), None)
 
 
 def test_a_graph_of_one_fixed_batch_is_served_at_that_size(difference: Any) -> None:
-    spec = folder.read(difference(blocks("first", "second"), (4, 2)), "m", "cpu", None).spec
+    spec = folder.read(difference(blocks("first", "second"), (4, 2)), "m", Opening("cpu"), None).spec
     assert (spec.programs, spec.max_batch_size) == ((Program("g.onnx", 4),), 4)
 
 
 def test_a_contract_without_batch_takes_the_whole_shape(difference: Any, run: Any, tmp_path: Path) -> None:
-    prepared = folder.read(difference(blocks("first", "second", dims="[-1, 2]", size=0)), "m", "cpu", None)
+    prepared = folder.read(difference(blocks("first", "second", dims="[-1, 2]", size=0)), "m", Opening("cpu"), None)
     spec = prepared.spec
     assert (spec.inputs[0], spec.max_batch_size, spec.coalesce) == (TensorSpec("first", "f32", (-1, 2)), 0, False)
     assert run(prepared, tmp_path / "r", A, B)[0].tolist() == [[-9, -18]]
@@ -222,7 +223,7 @@ def test_a_contract_without_batch_takes_the_whole_shape(difference: Any, run: An
 def test_a_flat_contract_learns_its_output_from_the_graph(files: Any, make_onnx: Any) -> None:
     path = files(CONTRACT, contract="input_shape: [2]\nmax_batch_size: 4")
     make_onnx([("Cast", ["x"], ["y"])], [("x", F32, ["n", 2])], [("y", I64, ["n", 2])], path / "g.onnx", to=I64)
-    spec = folder.read(path, "m", "cpu", None).spec
+    spec = folder.read(path, "m", Opening("cpu"), None).spec
     assert spec.outputs == (TensorSpec("output", "i64", (-1, 2), 0, "y"),)
 
 
@@ -252,13 +253,13 @@ FLAT = "input_shape: [4]\nmax_batch_size: 8\n"
 
 
 def learned(path: Path) -> tuple[Any, ...]:
-    prepared = folder.read(path, "m", "cpu", None)
+    prepared = folder.read(path, "m", Opening("cpu"), None)
     return prepared.spec.outputs, prepared.spec.coalesce, prepared.notes
 
 
 def test_an_open_output_is_learned_from_a_trial_run(scripted: Any) -> None:
     path = scripted("def forward(self, x): return x[:, :3].double()", FLAT)
-    assert folder.read(path, "m", "cpu", None).spec == ModelSpec(
+    assert folder.read(path, "m", Opening("cpu"), None).spec == ModelSpec(
         "m",
         "torchscript",
         "pytorch_libtorch",
@@ -360,7 +361,7 @@ def test_a_failing_trial_run_asks_for_a_full_declaration(scripted: Any, forward:
         BundleError,
         match=f"a trial run failed .*{cause}.*; correct the model, or declare the output's shape and datatype",
     ):
-        folder.read(scripted(forward, FLAT), "m", "cpu", None)
+        folder.read(scripted(forward, FLAT), "m", Opening("cpu"), None)
 
 
 def test_a_model_declared_in_full_may_fail_on_made_up_input(scripted: Any) -> None:
@@ -397,12 +398,12 @@ def test_a_model_that_gives_something_else_than_declared_is_refused(
     scripted: Any, forward: str, contract: str, words: str
 ) -> None:
     with pytest.raises(BundleError, match=words):
-        folder.read(scripted(forward, contract), "m", "cpu", None)
+        folder.read(scripted(forward, contract), "m", Opening("cpu"), None)
 
 
 def test_a_trial_runs_on_the_cpu_whatever_the_device(scripted: Any) -> None:
     path = scripted("def forward(self, x): return x", FLAT)
-    assert folder.read(path, "m", "cuda:1", None).spec.device == "cuda:1"
+    assert folder.read(path, "m", Opening("cuda:1"), None).spec.device == "cuda:1"
 
 
 def test_the_engine_is_closed_when_a_trial_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,4 +430,4 @@ def test_the_engine_is_closed_when_a_trial_fails(monkeypatch: pytest.MonkeyPatch
 
 def test_a_contract_error_names_its_file(files: Any) -> None:
     with pytest.raises(ContractError, match=r"^model_inference\.textproto: output_shape"):
-        folder.read(files(CONTRACT, "m.pt", contract="output_shape: [0]"), "m", "cpu", None)
+        folder.read(files(CONTRACT, "m.pt", contract="output_shape: [0]"), "m", Opening("cpu"), None)

@@ -278,6 +278,25 @@ def test_a_copy_that_goes_bad_while_it_replaces_the_original_is_taken_back(
     assert in_use(bundle)[:2] == (ORIGINAL, as_lists(PROGRAM))
 
 
+def test_an_export_that_arrives_during_a_migration_is_not_lost(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    migrate.migrate(bundle, replace=False)
+    link = os.link
+    new: dict[str, np.ndarray] = {}
+
+    def meanwhile(*arguments: Any) -> None:
+        (bundle / ORIGINAL).unlink()
+        new.update(changed(bundle))
+        link(*arguments)
+
+    monkeypatch.setattr(os, "link", meanwhile)
+    with pytest.raises(WeightsError, match=f"{ORIGINAL} changed while it was migrated; try again"):
+        migrate.migrate(bundle, replace=True)
+    assert in_use(bundle)[:2] == (ORIGINAL, as_lists(new))
+    monkeypatch.undo()
+    migrate.migrate(bundle, replace=True)
+    assert (files(bundle), in_use(bundle)) == ({"manifest.yaml", ORIGINAL}, (ORIGINAL, as_lists(new), ()))
+
+
 def test_a_file_that_is_no_copy_is_not_written_over(bundle: Path) -> None:
     (bundle / COPY).write_bytes((bundle / ORIGINAL).read_bytes())
     with pytest.raises(WeightsError, match=rf"{COPY} is there but is no copy of {ORIGINAL}; rename or remove it"):

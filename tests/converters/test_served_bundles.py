@@ -15,6 +15,7 @@ from serving import Served, input_tensor
 pytest.importorskip("jax")
 
 from converters.migrate import migrate
+from nereid_backend.cache import cache_folder
 
 pytestmark = pytest.mark.triton
 
@@ -23,34 +24,37 @@ COMPILED = re.compile(r"Finished XLA compilation of jit\(nereid_program\) in (\S
 """What JAX itself logs, to several places, when it is told to (JAX_LOG_COMPILES)."""
 
 
-def test_a_restart_under_another_name_compiles_nothing(
+def test_a_restart_under_another_name_compiles_nothing_and_damage_only_costs_time(
     make_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / "triton").symlink_to(cache_folder() / "triton")  # the server itself need not be fetched again
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(cache))
     monkeypatch.setenv("JAX_LOG_COMPILES", "1")
-    # No other test or run has ever compiled these programs.
-    shift = np.random.default_rng().standard_normal(4).tolist()
     models = tmp_path / "models"
     models.mkdir()
+    make_bundle("models/first")
 
-    def function(x: Any, w: Any) -> Any:
-        return x @ w + np.array(shift, np.float32)
-
-    make_bundle("models/first", function=function, tensors={"w": np.eye(4, dtype=np.float32)})
-    compiled, answers = [], []
-    for name in ("first", "second"):
+    def serve(name: str) -> tuple[Any, int, str]:
+        """The answers of one run of the service, its number of compilations, and its log."""
         server = Served(tmp_path, str(models), "--bind", "127.0.0.1:0")
         try:
             with tritonclient.grpc.InferenceServerClient(server.state["address"]) as client:
                 results = [client.infer(name, [input_tensor("x", X[:rows])]).as_numpy("y") for rows in (1, 3)]
-                answers.append([result.tolist() for result in results])
         finally:
             code, output = server.end()
         assert code == 0, output
-        compiled.append(len(set(COMPILED.findall(output))))
-        if name == "first":
-            (models / "first").rename(models / "second")
-    assert answers[0] == answers[1]
-    assert compiled == [2, 0]  # one per size, though the converter has tried them before the model process loads them
+        return [result.tolist() for result in results], len(set(COMPILED.findall(output))), output
+
+    answers, compiled, _ = serve("first")
+    assert compiled == 2  # one per size, though the converter has tried them before the model process loads them
+    (models / "first").rename(models / "second")
+    assert serve("second")[:2] == (answers, 0)
+    for entry in (cache / "programs").iterdir():
+        entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    again, compiled, output = serve("second")
+    assert (again, compiled, output.count("is damaged; compiling it again")) == (answers, 2, 2)
 
 
 def test_a_migrated_bundle_answers_as_before(make_bundle: Any, triton: Any, client: Any, tmp_path: Path) -> None:

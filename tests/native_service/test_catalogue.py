@@ -12,6 +12,7 @@ from serving import input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
 
 from converters.convert import convert
+from native_service import catalogue
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converted, Source
 from native_service.settings import ModelSettings
@@ -110,6 +111,18 @@ def test_what_the_front_refuses_is_undone(shelf: Shelf) -> None:
     assert (shelf.amount("refused"), list(shelf.catalogue.models)) == (1, ["refused"])
     shelf.front.refuses = False
     shelf.remove("refused")
+
+
+def test_a_swap_that_memory_has_no_room_for_is_refused(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       16000000 kB\nMemAvailable:          0 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(catalogue, "_MEMORY", tmp_path / "meminfo")
+    shelf.put("large", 1)
+    with pytest.raises(RepositoryError, match="0 MiB are free; unload it first, or restart the server"):
+        shelf.put("large", 2)
+    assert shelf.amount("large") == 1
+    shelf.remove("large")
 
 
 def test_a_disk_that_fails_half_way_leaves_the_version_before(

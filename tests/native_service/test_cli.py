@@ -36,6 +36,13 @@ def test_a_missing_settings_file_is_one_line_and_exit_1(tmp_path: Path) -> None:
     )
 
 
+def test_watching_without_its_library_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the handlers are for a process of its own
+    result = CliRunner().invoke(cli.nereid, ["serve", str(tmp_path), "--watch"])
+    assert str(result.exception) == "serving needs watchfiles; pip install 'nereid-triton[serve]'"
+
+
 def test_wrong_usage_exits_2() -> None:
     runner = CliRunner()
     assert runner.invoke(cli.nereid, ["serve", "x", "--config", "y"]).exit_code == 2

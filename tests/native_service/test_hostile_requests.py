@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -123,6 +124,70 @@ def test_requests_beside_hostile_ones_are_answered(served: Served) -> None:
             attacker.join()
     assert [answer.error_message for answer in answers] == [""] * 20
     assert set(refused) == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def with_text(where: str, size: int) -> Any:
+    """A request to ``rows`` that Triton refuses repeating ``size`` bytes of it."""
+    text = "x" * size
+    request = service_pb2.ModelInferRequest(model_name="rows", id=text if where == "id" else "")
+    tensor = request.inputs.add(name=text if where == "input" else "x", datatype="FP32", shape=[1, 4])
+    if where == "parameter":
+        request.parameters[text]  # present, and of no type
+    if where == "output":
+        request.outputs.add(name=text)
+    if where == "region":
+        tensor.parameters["shared_memory_region"].string_param = text
+        tensor.parameters["shared_memory_byte_size"].int64_param = 16
+    elif where == "shape":
+        tensor.shape.extend([1] * size)
+    else:
+        request.raw_input_contents.append(b"" if where == "id" else bytes(16))
+    return request
+
+
+@pytest.mark.parametrize("where", ["id", "input", "output", "parameter", "region", "shape"])
+def test_a_text_that_would_break_the_connection_is_refused_and_neighbours_are_answered(
+    served: Served, where: str
+) -> None:
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        )
+        over = threading.Event()
+        failures: list[grpc.RpcError] = []
+
+        def neighbour() -> None:
+            while not over.is_set():
+                try:
+                    ask(served, "rows", *good("rows"))
+                except grpc.RpcError as error:
+                    failures.append(error)
+
+        neighbours = [threading.Thread(target=neighbour) for _ in range(3)]
+        for thread in neighbours:
+            thread.start()
+        hostile = [infer.future(with_text(where, 200_000), timeout=20) for _ in range(10)]
+        told = {(call.code(), call.details().split(";")[-1]) for call in hostile}
+        over.set()
+        for thread in neighbours:
+            thread.join()
+        # One byte of these is an ordinary mistake, in Triton's own words.
+        short = infer.future(with_text(where, 3), timeout=20)
+        assert short.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+    assert told == {(grpc.StatusCode.INVALID_ARGUMENT, " at most 16384 are taken")}
+    assert failures == []
+
+
+def test_a_request_of_very_many_parts_is_answered(served: Served) -> None:
+    request = service_pb2.ModelInferRequest(model_name="rows")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    request.raw_input_contents.extend([bytes(16), *[b""] * 200_000])
+    with grpc.insecure_channel(served.state["address"]) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with contextlib.suppress(grpc.RpcError):
+            infer(request.SerializeToString(), timeout=20)
+    assert (ask(served, "rows", *good("rows")) == ROW + 1).all()
 
 
 def test_a_flood_of_malformed_requests_into_a_log_nobody_reads_stops_nothing(served: Served) -> None:

@@ -7,6 +7,8 @@ import shutil
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -44,6 +46,16 @@ class Live:
 
     def names(self) -> list[str]:
         return [model.name for model in self.client.get_model_repository_index().models]
+
+    def http_says(self, name: str) -> int:
+        """The status of the model's readiness over HTTP."""
+        try:
+            with urllib.request.urlopen(
+                f"http://{self.served.state['http']}/v2/models/{name}/ready", timeout=10
+            ) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -303,14 +315,18 @@ def test_a_model_that_is_still_being_written_is_left_alone(tmp_path: Path) -> No
 
 
 def test_with_a_list_only_listed_models_appear_and_the_list_may_change(tmp_path: Path) -> None:
-    with live(tmp_path, settings=listing("adder", "later"), watch=True, models=("adder", "unlisted")) as serving:
-        assert serving.names() == ["adder"]
+    http = ", http_addr: '127.0.0.1:0'"
+    settings = listing("adder", "later", server=http)
+    with live(tmp_path, settings=settings, watch=True, models=("adder", "unlisted")) as serving:
+        assert (serving.names(), serving.http_says("later")) == (["adder"], 400)
         write_adder(serving.models / "later.onnx")
         serving.until(lambda: serving.names() == ["adder", "later"])
+        serving.until(lambda: serving.http_says("later") == 200)
         (tmp_path / "nereid.yaml").write_text("server: [")
         time.sleep(0.5)
-        (tmp_path / "nereid.yaml").write_text(listing("later", "unlisted"))
+        (tmp_path / "nereid.yaml").write_text(listing("later", "unlisted", server=http))
         serving.until(lambda: serving.names() == ["later", "unlisted"])
+        serving.until(lambda: serving.http_says("adder") == 400)
         code, _ = code_of(lambda: serving.client.load_model("adder"))
         assert code == "UNIMPLEMENTED"
 
@@ -413,8 +429,8 @@ def test_calls_in_progress_fail_with_unavailable_when_triton_dies(tmp_path: Path
         if len(endings) == 3:
             done.set()
 
-    for _ in range(3):
-        client.async_infer("adder", [input_tensor("input", ROW)], callback=answered)
+    for rows in (ROW, ROW, ROW[0]):  # the last one's way is through our service
+        client.async_infer("adder", [input_tensor("input", rows)], callback=answered)
     time.sleep(0.5)
     (triton,) = (pid for pid in processes if b"tritonserver\0" in (Path("/proc") / str(pid) / "cmdline").read_bytes())
     os.kill(triton, signal.SIGKILL)

@@ -28,7 +28,7 @@ def test_the_client_in_the_readme_classifies_digits(
         (tmp_path / "bundles").symlink_to(demo_bundles)
         monkeypatch.chdir(tmp_path)
         names: dict[str, Any] = {}
-        client, _ = blocks("python")
+        client, *_ = blocks("python")
         exec(client, names)
         names["client"].close()
     finally:
@@ -39,17 +39,48 @@ def test_the_client_in_the_readme_classifies_digits(
 
 
 def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
-    _, pipeline = blocks("python")
+    *_, pipeline = blocks("python")
     assert pipeline in (ROOT / "tests" / "demo" / "reader" / "hooks.py").read_text()
 
 
 def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
     from native_service import settings
 
-    (block,) = blocks("yaml")
+    block, _ = blocks("yaml")
     (tmp_path / "bundles").mkdir()
     (tmp_path / "nereid.yaml").write_text(block)
     loaded = settings.load(tmp_path / "nereid.yaml")
     raw = yaml.safe_load(block)
     assert str(loaded.server.bind) == raw["server"]["bind_addr"]
     assert [model.name for model in loaded.models] == ["digits"]
+
+
+def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
+    from converters import hooks, manifest
+    from converters.prepared import Prepared
+    from nereid_backend import user_code
+    from nereid_backend.hooks import InvalidArgument, ModelHooks, NamedArray
+    from nereid_backend.spec import ModelSpec, TensorSpec
+
+    _, code, _ = blocks("python")
+    _, declared = blocks("yaml")
+    (tmp_path / "hooks.py").write_text(code)
+    preprocess = user_code.load(tmp_path, "digits", ModelHooks, "register_model").preprocess
+    image = NamedArray("image", np.full((2, 64), 16, np.uint8))
+    ((name, pixels),) = preprocess([image])
+    assert (name, pixels.dtype, pixels.shape) == ("pixels", np.float32, (2, 64))
+    with pytest.raises(InvalidArgument, match="from 0 to 16"):
+        preprocess([NamedArray("image", image.array + np.uint8(1))])
+    (tmp_path / "hooks.py").unlink()
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n")
+    (tmp_path / "labels.txt").write_text("negative\npositive\n")
+    ids, logits = TensorSpec("input_ids", "i64", (-1, 8), 0), TensorSpec("logits", "f32", (-1, 2), 0)
+    tensors = {
+        "executable_inputs": [{"name": "input_ids", "dtype": "i64", "shape": "sn", "dims": {"s": 8}}],
+        "executable_outputs": [{"name": "logits", "dtype": "f32", "shape": "cn", "dims": {"c": 2}}],
+    }
+    parsed = manifest.parse({"format_version": "2.1", **tensors, **yaml.safe_load(declared)}, has_hook=False)
+    spec = ModelSpec("sentiment", "stablehlo", "stablehlo", (ids,), (logits,), ())
+    got = hooks.attach(Prepared(spec, {}), parsed, tmp_path).spec
+    assert [t.name for t in got.client_inputs] == ["texts", "text_lens"]
+    assert [t.name for t in got.client_outputs] == ["logits", "probs", "label_id", "label"]

@@ -135,6 +135,19 @@ def test_a_change_behind_a_link_is_seen_though_nothing_reports_it(folder: Path, 
     run(folder, scenario)
 
 
+def test_a_folder_whose_changes_cannot_be_reported_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "inotify watch limit reached")
+
+    monkeypatch.setattr("watchfiles.awatch", too_many)
+
+    async def scenario(views: Views) -> None:
+        write(folder / "model")
+        await views.until(lambda: views.names == {"model"})
+
+    run(folder, scenario)
+
+
 def test_a_fingerprint_tells_content_and_not_hidden_files_or_the_name(folder: Path) -> None:
     write(folder / "model")
     first = fingerprint(folder / "model")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from nereid_backend import dtypes
-from nereid_backend.engines.onnx import OnnxEngine, Port, open_session, ports
+from nereid_backend.engines import Port
+from nereid_backend.engines.onnx import OnnxEngine, open_session, ports
 from nereid_backend.errors import DeviceMissing, EngineError, InvalidArgument, SignatureError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 

@@ -22,7 +22,7 @@ def test_a_registered_engine_is_found_and_offers_the_whole_protocol(name: str) -
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BundleError, match="unknown engine 'xgboost'; known: stablehlo, torchscript, onnx"):
+    with pytest.raises(BundleError, match=f"unknown engine 'xgboost'; known: {', '.join(ENGINES)}"):
         engine_class("xgboost")
 
 
@@ -34,7 +34,7 @@ def test_a_missing_library_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
     assert "engine 'rare' needs a_library_nobody_has" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", list(ENGINES))
+@pytest.mark.parametrize("name", [name for name, entry in ENGINES.items() if entry.extra])
 def test_an_engine_without_its_library_says_so_at_load_and_at_check(name: str, monkeypatch: Any) -> None:
     from nereid_backend.spec import ModelSpec, Program
 

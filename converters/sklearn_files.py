@@ -1,0 +1,302 @@
+"""Reader of scikit-learn models (``.skops``, ``.joblib``, ``.pkl``), by way of ONNX.
+
+A pickle runs what its author wrote while it is read, so it is opened only when that was allowed. skops files are data;
+types that skops does not trust need the same consent.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters import by_onnx, sample_rows
+from converters.artifact import Artifact
+from converters.sample_rows import Tree
+from nereid_backend.engines import Array
+from nereid_backend.errors import BundleError, SignatureError
+
+EXTRA = "sklearn"
+_OPSET = {"": 17, "ai.onnx.ml": 3}
+_INPUT = "input"
+_FLOAT, _INT_ATTRIBUTE = 1, 2  # TensorProto.FLOAT, AttributeProto.INT
+# What skl2onnx calls a result -> which method of the model it is, and the name it is served under.
+_METHODS = {
+    "probabilities": ("predict_proba", "probabilities"),
+    "label": ("predict", "label"),
+    "variable": ("predict", "output"),
+}
+_TRANSFORMED = ("transform", "output")
+
+
+def read_skops(path: Path, *, allow_code: bool) -> Artifact:
+    """Read a skops file. Raises BundleError, SignatureError."""
+    by_onnx.import_converter("sklearn", "scikit-learn", EXTRA)
+    skops = by_onnx.import_converter("skops.io", "skops", EXTRA)
+    try:
+        untrusted = skops.get_untrusted_types(file=path)
+        if untrusted and not allow_code:
+            raise BundleError(
+                f"{path.name} holds types that skops does not trust ({', '.join(sorted(untrusted)[:5])}); if you do, "
+                "convert with --allow-code"
+            )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = skops.load(path, trusted=untrusted)
+    except BundleError:
+        raise
+    # A damaged archive raises whatever its reader stumbles over.
+    except Exception as error:
+        raise SignatureError(f"{path.name}: is not a skops file that can be read ({_first_line(error)})") from error
+    return _convert(model, path.name, _version_note(caught))
+
+
+def read_pickle(path: Path) -> Artifact:
+    """Read a pickle, which runs code from it. Raises BundleError, SignatureError."""
+    by_onnx.import_converter("sklearn", "scikit-learn", EXTRA)
+    joblib = by_onnx.import_converter("joblib", "scikit-learn", EXTRA)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = joblib.load(path)
+    # Whatever the code in it does, this one model cannot be converted.
+    except Exception as error:
+        raise SignatureError(
+            f"{path.name}: is not a pickle that this Python can read ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    return _convert(model, path.name, _version_note(caught))
+
+
+def _convert(model: Any, name: str, notes: list[str]) -> Artifact:
+    """Convert to float32, or to float64 where only that agrees with the model. Raises BundleError."""
+    skl2onnx = by_onnx.import_converter("skl2onnx", "scikit-learn", EXTRA)
+    features = getattr(model, "n_features_in_", None)
+    if not isinstance(features, int) or not hasattr(model, "fit"):
+        raise BundleError(
+            f"{name}: holds {type(model).__name__}, not a fitted scikit-learn model of a table of numbers"
+        )
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        problems = []
+        for dtype in (np.float32, np.float64):
+            try:
+                rows = _accepted(model, _rows(model, features).astype(dtype), name)
+                graph = _to_onnx(skl2onnx, model, features, dtype)
+                outputs, expected = _predictions(model, graph, rows, name)
+                session, source = by_onnx.session_of(graph), type(_last(model)).__name__
+                shapes = by_onnx.compare(session, {_INPUT: rows}, expected, source, _scores(model, rows))
+            except BundleError as error:
+                problems.append(error)
+                continue
+            notes += _class_notes(model)
+            if dtype is np.float64:
+                notes.append("takes FP64: with float32 it would not agree")
+            notes.append(f"agrees with scikit-learn on {len(rows)} sample rows")
+            return by_onnx.artifact(graph, outputs, shapes, notes)
+    raise problems[0]
+
+
+def _to_onnx(skl2onnx: Any, model: Any, features: int, dtype: Any) -> Any:
+    from skl2onnx.common.data_types import DoubleTensorType, FloatTensorType
+
+    kind = FloatTensorType if dtype is np.float32 else DoubleTensorType
+    types = [(_INPUT, kind([None, features]))]
+    # Otherwise probabilities are a list of dicts; a few classifiers do not know the option.
+    options = {id(model): {"zipmap": False}} if hasattr(model, "classes_") else None
+    try:
+        try:
+            graph = skl2onnx.convert_sklearn(model, initial_types=types, options=options, target_opset=_OPSET)
+        except NameError:
+            graph = skl2onnx.convert_sklearn(model, initial_types=types, target_opset=_OPSET)
+    # Its refusals are of many classes; whichever it is, this model cannot be converted.
+    except Exception as error:
+        raise BundleError(
+            f"skl2onnx {skl2onnx.__version__} cannot convert {type(_last(model)).__name__} "
+            f"({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    _send_missing(graph, list(_trees(_last(model))))
+    if dtype is np.float64:
+        _feed_trees_float32(graph)
+    return graph
+
+
+def _feed_trees_float32(graph: Any) -> None:
+    """Round to float32 in front of trees, as scikit-learn does; ONNX Runtime's trees of doubles give floats, too."""
+    nodes = []
+    for node in graph.graph.node:
+        if node.op_type.startswith("TreeEnsemble"):
+            rounded = f"{node.input[0]}_rounded_for_{node.name}"
+            cast = type(node)(op_type="Cast", input=[node.input[0]], output=[rounded], name=rounded)
+            cast.attribute.add(name="to", type=_INT_ATTRIBUTE, i=_FLOAT)
+            node.input[0] = rounded
+            nodes.append(cast)
+            for output in graph.graph.output:
+                if node.op_type == "TreeEnsembleRegressor" and output.name in node.output:
+                    output.type.tensor_type.elem_type = _FLOAT
+        nodes.append(node)
+    nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes)
+
+
+def _send_missing(graph: Any, trees: list[Tree]) -> None:
+    """Let missing values go where the trees send them, which skl2onnx leaves out."""
+    for node in graph.graph.node:
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        ids = attributes.get("nodes_treeids"), attributes.get("nodes_nodeids")
+        if ids[0] is None or ids[1] is None or max(ids[0].ints) >= len(trees):
+            continue
+        sides = [(trees[tree].missing_left, place) for tree, place in zip(ids[0].ints, ids[1].ints, strict=True)]
+        goes_left = [int(side is not None and place < len(side) and side[place]) for side, place in sides]
+        if "nodes_missing_value_tracks_true" not in attributes:
+            node.attribute.add(name="nodes_missing_value_tracks_true", type=ids[0].type)
+            attributes["nodes_missing_value_tracks_true"] = node.attribute[-1]
+        del attributes["nodes_missing_value_tracks_true"].ints[:]
+        attributes["nodes_missing_value_tracks_true"].ints.extend(goes_left)
+
+
+def _predictions(model: Any, graph: Any, rows: Array, name: str) -> tuple[dict[str, str], Mapping[str, Array]]:
+    """Which results of the graph are served under which name, and what the model itself gives for them."""
+    found: dict[str, tuple[str, str]] = {}
+    present = {output.name for output in graph.graph.output}
+    for output, (method, served) in _METHODS.items():
+        if output in present and hasattr(model, method):
+            found[output] = (method, served)
+    if _text_classes(model) is not None:
+        found.pop("label", None)  # a tensor of text is not exact on every server
+    if not found and "variable" in present and hasattr(model, "transform"):
+        found["variable"] = _TRANSFORMED
+    if not found:
+        raise BundleError(
+            f"{name}: {type(_last(model)).__name__} has no result that can be served as a tensor (graph: "
+            f"{', '.join(sorted(present))})"
+        )
+    expected = {output: getattr(model, method)(rows) for output, (method, _) in found.items()}
+    if any(not isinstance(array, np.ndarray) or array.ndim > 2 for array in expected.values()):
+        raise BundleError(f"{name}: {type(_last(model)).__name__} has several targets; convert one model per target")
+    return {output: served for output, (_, served) in found.items()}, expected
+
+
+def _scores(model: Any, rows: Array) -> Array | None:
+    """What the model takes its label from."""
+    for method in ("decision_function", "predict_proba"):
+        if hasattr(model, "classes_") and hasattr(model, method):
+            return np.asarray(getattr(model, method)(rows))
+    return None
+
+
+def _accepted(model: Any, rows: Array, name: str) -> Array:
+    """Those of ``rows`` the model takes: most of its kinds refuse missing values."""
+    run = getattr(model, "predict", None) or getattr(model, "transform", None)
+    if run is None:
+        raise BundleError(f"{name}: {type(_last(model)).__name__} can neither predict nor transform")
+    try:
+        run(rows)
+        return rows
+    except ValueError:
+        # What a model fitted to float64 says to float32 is a ValueError, too, and comes again below.
+        rows = rows[np.isfinite(rows).all(axis=1)]
+    try:
+        run(rows)
+    # Columns by name or text in them: the model is no function of a table of numbers.
+    except Exception as error:
+        raise BundleError(f"{name}: cannot be run on a table of numbers ({_first_line(error)})") from error
+    return rows
+
+
+def _rows(model: Any, features: int) -> Array:
+    """Sample rows: around what the first step saw, and at the thresholds of every tree."""
+    rng = np.random.default_rng(0)
+    steps = [step for _, step in model.steps] if hasattr(model, "steps") else [model]
+    trees = list(_trees(steps[-1]))
+    centre, spread = _seen(steps[0], features)
+    if not trees or len(steps) > 1:
+        background = sample_rows.drawn(centre, spread, [], rng)
+        rows = [background, sample_rows.with_missing(background, rng)]
+    else:
+        edges = sample_rows.edges_by_feature(trees, features)
+        centre = np.array([e.mean() if len(e) else c for e, c in zip(edges, centre, strict=True)])
+        spread = np.array([e.std() + 1 if len(e) else s for e, s in zip(edges, spread, strict=True)])
+        background = sample_rows.drawn(centre, spread, edges, rng)
+        rows = [background, sample_rows.with_missing(background, rng)]
+        rows.append(sample_rows.at_thresholds(trees, background, rng))
+    if trees and len(steps) > 1:
+        rows.extend(_through(model[:-1], trees, background, rng))
+    return np.concatenate(rows)
+
+
+def _through(before: Any, trees: list[Tree], background: Array, rng: np.random.Generator) -> list[Array]:
+    """Rows that reach the trees' thresholds after the steps ``before``, where those can be undone."""
+    try:
+        reached = sample_rows.at_thresholds(trees, np.asarray(before.transform(background), np.float32), rng)
+        undone = before.inverse_transform(reached[np.isfinite(reached).all(axis=1)])
+    except (AttributeError, ValueError, IndexError):
+        return []
+    return [np.asarray(undone)]
+
+
+def _trees(estimator: Any) -> Iterable[Tree]:
+    """Every decision tree inside an estimator."""
+    raw = getattr(estimator, "tree_", None)
+    if raw is not None:
+        edge = sample_rows.largest_float32_not_above(np.asarray(raw.threshold))
+        children = np.asarray(raw.children_left), np.asarray(raw.children_right)
+        yield Tree(*children, np.asarray(raw.feature), edge, getattr(raw, "missing_go_to_left", None))
+        return
+    for inner in np.ravel(np.asarray(getattr(estimator, "estimators_", ()), dtype=object)):
+        yield from _trees(inner)
+    for predictors in getattr(estimator, "_predictors", ()):  # of histogram gradient boosting: one list per round
+        yield from (_histogram_tree(predictor.nodes) for predictor in predictors)
+
+
+def _histogram_tree(nodes: Any) -> Tree:
+    left = np.where(nodes["is_leaf"], -1, nodes["left"].astype(np.int64))
+    edge = sample_rows.largest_float32_not_above(nodes["num_threshold"])
+    return Tree(left, nodes["right"].astype(np.int64), nodes["feature_idx"], edge, nodes["missing_go_to_left"])
+
+
+def _seen(step: Any, features: int) -> tuple[Array, Array]:
+    """Centre and spread [features] of what a fitted step saw, as far as it tells."""
+    rows = getattr(step, "_fit_X", getattr(step, "support_vectors_", None))
+    if isinstance(rows, np.ndarray) and rows.ndim == 2 and len(rows):
+        return rows.mean(axis=0), rows.std(axis=0) + 1e-3
+    centre, spread = np.zeros(features), np.ones(features)
+    for middle, width in (("mean_", "scale_"), ("center_", "scale_"), ("data_min_", "data_range_"), ("theta_", "var_")):
+        c, s = getattr(step, middle, None), getattr(step, width, None)
+        if isinstance(c, np.ndarray) and c.shape[-1:] == (features,):
+            centre = np.asarray(c, float).reshape(-1, features).mean(axis=0)
+            spread = np.abs(np.asarray(s, float)).reshape(-1, features).mean(axis=0) if s is not None else spread
+            break
+    return centre, spread
+
+
+def _last(model: Any) -> Any:
+    return model.steps[-1][1] if hasattr(model, "steps") else model
+
+
+def _class_notes(model: Any) -> list[str]:
+    classes = _text_classes(model)
+    if classes is None:
+        return []
+    return [f"the columns of 'probabilities' are {', '.join(map(str, classes))}; labels are text and are not served"]
+
+
+def _text_classes(model: Any) -> Array | None:
+    classes = getattr(model, "classes_", None)
+    return classes if isinstance(classes, np.ndarray) and classes.dtype.kind not in "biuf" else None
+
+
+def _version_note(caught: Iterable[Any]) -> list[str]:
+    """A note when the model was saved by another scikit-learn, which may read it wrongly."""
+    return [
+        f"saved by scikit-learn {warning.message.original_sklearn_version}, read by another"
+        for warning in caught
+        if hasattr(warning.message, "original_sklearn_version")
+    ][:1]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

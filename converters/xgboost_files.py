@@ -1,0 +1,146 @@
+"""Reader of XGBoost models (``.json``, ``.ubj``), by way of ONNX.
+
+The files are data: nothing of them is executed. What is served is what XGBoost's scikit-learn interface predicts: up to
+``best_iteration`` of a training that stopped early, probabilities and a label for a classifier. Missing is NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters import by_onnx, sample_rows
+from converters.artifact import Artifact
+from converters.sample_rows import Tree
+from nereid_backend.engines import Array
+from nereid_backend.errors import BundleError, SignatureError
+
+EXTRA = "xgboost"
+_OPSET = 15
+_INPUT = "input"
+_HEAD_BYTES = 256
+
+
+def is_model(path: Path) -> bool:
+    """Whether a ``.json`` or ``.ubj`` file begins as XGBoost's do, both of which have many other uses."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return head.lstrip()[:1] == b"{" and b"learner" in head
+
+
+def read(path: Path) -> Artifact:
+    """Read, convert and compare a model. Raises SignatureError, BundleError."""
+    xgboost = by_onnx.import_converter("xgboost", "XGBoost", EXTRA)
+    onnxmltools = by_onnx.import_converter("onnxmltools", "XGBoost", EXTRA)
+    booster = xgboost.Booster()
+    try:
+        booster.load_model(str(path))
+        learner = json.loads(bytes(booster.save_raw("json")))["learner"]
+    except (xgboost.core.XGBoostError, ValueError, KeyError, TypeError) as error:
+        raise SignatureError(
+            f"{path.name}: is not a model that XGBoost {xgboost.__version__} can load ({_first_line(error)}); save it "
+            "with save_model"
+        ) from None
+    trees = _trees(path.name, learner)
+    notes = []
+    if booster.feature_names:
+        notes.append(f"the columns of {_INPUT!r} are {', '.join(booster.feature_names)}")
+        booster.feature_names = booster.feature_types = None
+    total = booster.num_boosted_rounds()
+    used = min(int(booster.attr("best_iteration") or total - 1) + 1, total)
+    served = booster.copy()
+    if used < total:
+        notes.append(f"the first {used} of {total} rounds are served: training stopped early")
+        served = booster[:used]
+    objective = learner["objective"]["name"]
+    if objective == "multi:softmax":  # the same trees; its converter would give margins for probabilities
+        served.set_param({"objective": "multi:softprob"})
+    model = _convert(onnxmltools, served, path.name, objective)
+
+    rows = _rows(trees, booster.num_features())
+    session = by_onnx.session_of(model)
+    expected = _predictions(xgboost, booster, used, objective, rows, session)
+    shapes = by_onnx.compare(session, {_INPUT: rows}, expected, f"XGBoost ({objective})", expected.get("probabilities"))
+    notes.append(f"agrees with XGBoost on {len(rows)} sample rows, at thresholds and with missing values")
+    names = {"probabilities": "probabilities", "label": "label"} if "label" in expected else {"variable": "output"}
+    return by_onnx.artifact(model, names, shapes, notes)
+
+
+def _convert(onnxmltools: Any, booster: Any, name: str, objective: str) -> Any:
+    from onnxmltools.convert.common.data_types import FloatTensorType
+
+    types = [(_INPUT, FloatTensorType([None, booster.num_features()]))]
+    try:
+        return onnxmltools.convert_xgboost(booster, initial_types=types, target_opset=_OPSET)
+    # Its refusals are of many classes; whichever it is, this model cannot be converted.
+    except Exception as error:
+        raise BundleError(
+            f"{name}: onnxmltools {onnxmltools.__version__} cannot convert this model (objective {objective}: "
+            f"{type(error).__name__}: {_first_line(error)})"
+        ) from error
+
+
+def _predictions(
+    xgboost: Any, booster: Any, rounds: int, objective: str, rows: Array, session: Any
+) -> Mapping[str, Array]:
+    """XGBoost's own results by the graph's output names."""
+    data = xgboost.DMatrix(rows, missing=np.nan)
+    span = (0, rounds)
+    predicted = np.asarray(booster.predict(data, iteration_range=span, validate_features=False))
+    if "label" not in {output.name for output in session.get_outputs()}:
+        return {"variable": predicted}
+    if objective == "multi:softmax":
+        margins = np.asarray(booster.predict(data, iteration_range=span, output_margin=True, validate_features=False))
+        powers = np.exp(margins - margins.max(axis=1, keepdims=True))
+        return {"probabilities": powers / powers.sum(axis=1, keepdims=True), "label": predicted.astype(np.int64)}
+    if predicted.ndim == 1:
+        predicted = np.stack([1 - predicted, predicted], axis=1)
+    return {"probabilities": predicted, "label": predicted.argmax(axis=1)}
+
+
+def _trees(name: str, learner: Mapping[str, Any]) -> list[Tree]:
+    """The trees of a model. Raises BundleError for what ONNX cannot represent exactly."""
+    booster = learner["gradient_booster"]
+    if booster.get("name") != "gbtree":
+        raise BundleError(f"{name}: has booster {booster.get('name')!r}; only gbtree can be converted exactly")
+    trees = []
+    for raw in booster["model"]["trees"]:
+        if any(raw.get("split_type", ())):
+            raise BundleError(
+                f"{name}: splits on categories, which cannot be converted exactly; encode them as numbers"
+            )
+        if int(raw["tree_param"].get("size_leaf_vector", "1")) > 1:
+            raise BundleError(f"{name}: has trees of several outputs, which cannot be converted; train one per output")
+        trees.append(
+            Tree(
+                np.array(raw["left_children"]),
+                np.array(raw["right_children"]),
+                np.array(raw["split_indices"]),
+                sample_rows.largest_float32_below(np.array(raw["split_conditions"], np.float32)),
+            )
+        )
+    return trees
+
+
+def _rows(trees: list[Tree], features: int) -> Array:
+    rng = np.random.default_rng(0)
+    edges = sample_rows.edges_by_feature(trees, features)
+    centre = np.array([e.mean() if len(e) else 0 for e in edges])
+    spread = np.array([e.std() + 1 if len(e) else 1 for e in edges])
+    drawn = sample_rows.drawn(centre, spread, edges, rng)
+    at_thresholds = sample_rows.at_thresholds(trees, drawn, rng)
+    return np.concatenate([drawn, sample_rows.with_missing(drawn, rng), at_thresholds])
+
+
+def _first_line(error: Exception) -> str:
+    # XGBoost's messages begin with the time and a place in its source, and go on with a stack.
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^(\[[\d:]+\] )?(\S*/\S+:\d+: )?", "", first)
