@@ -134,3 +134,8 @@ def _ties(scores: Array) -> Array:
 def _write(target: Path, data: bytes) -> None:
     with target.open("wb") as file:
         file.write(data)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's error, at most 200 characters, or its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -63,6 +63,10 @@ def detect(folder: Path, backend: str | None = None) -> str:
             raise BundleError(f"backend {backend!r} was asked for, but the folder does not hold {wants}")
         return name
     found = [name for name, (matches, _) in known.items() if matches(folder)]
+    if "python" in found:
+        # A script may keep model files of its own beside it; those nereid-server knows, too, ask which is meant.
+        ours = {kind.name for kind in file_kinds()} - {"torch", "onnx"}
+        found = [name for name in found if name not in ours]
     if not found:
         shapes = "; ".join(f"{name}: {wants}" for name, (_, wants) in known.items())
         raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder ({shapes})")

@@ -41,7 +41,8 @@ def read(folder: Path, signature: str) -> Artifact:
     # Damaged files raise whatever their reader stumbles over.
     except Exception as error:
         raise SignatureError(
-            f"{FILE}: cannot be loaded by TensorFlow {tensorflow.__version__} with tag {_TAG!r} ({_first_line(error)})"
+            f"{FILE}: cannot be loaded by TensorFlow {tensorflow.__version__} with tag {_TAG!r} "
+            f"({by_onnx.first_line(error)})"
         ) from error
     if signature not in loaded.signatures:
         known = ", ".join(loaded.signatures) or "none"
@@ -76,7 +77,8 @@ def _to_onnx(tensorflow: Any, tf2onnx: Any, function: Any, declared: Mapping[str
     # Its refusals are of many classes; whichever it is, this model cannot be converted.
     except Exception as error:
         raise BundleError(
-            f"tf2onnx {tf2onnx.__version__} cannot convert this model ({type(error).__name__}: {_first_line(error)})"
+            f"tf2onnx {tf2onnx.__version__} cannot convert this model ({type(error).__name__}: "
+            f"{by_onnx.first_line(error)})"
         ) from error
     return model
 
@@ -96,7 +98,3 @@ def _samples(declared: Mapping[str, Any]) -> list[dict[str, Array]]:
     rng = np.random.default_rng(0)
     made = [rows.made_up(specs, _BATCH, rng, kind) for kind in range(rows.KINDS)]
     return [{spec.name: array for spec, array in zip(specs, row, strict=True)} for row in made]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

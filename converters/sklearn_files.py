@@ -50,7 +50,9 @@ def read_skops(path: Path, *, allow_code: bool) -> Artifact:
         raise
     # A damaged archive raises whatever its reader stumbles over.
     except Exception as error:
-        raise SignatureError(f"{path.name}: is not a skops file that can be read ({_first_line(error)})") from error
+        raise SignatureError(
+            f"{path.name}: is not a skops file that can be read ({by_onnx.first_line(error)})"
+        ) from error
     return _convert(model, path.name, _version_note(caught))
 
 
@@ -65,7 +67,8 @@ def read_pickle(path: Path) -> Artifact:
     # Whatever the code in it does, this one model cannot be converted.
     except Exception as error:
         raise SignatureError(
-            f"{path.name}: is not a pickle that this Python can read ({type(error).__name__}: {_first_line(error)})"
+            f"{path.name}: is not a pickle that this Python can read ({type(error).__name__}: "
+            f"{by_onnx.first_line(error)})"
         ) from error
     return _convert(model, path.name, _version_note(caught))
 
@@ -115,7 +118,7 @@ def _to_onnx(skl2onnx: Any, model: Any, features: int, dtype: Any) -> Any:
     except Exception as error:
         raise BundleError(
             f"skl2onnx {skl2onnx.__version__} cannot convert {type(_last(model)).__name__} "
-            f"({type(error).__name__}: {_first_line(error)})"
+            f"({type(error).__name__}: {by_onnx.first_line(error)})"
         ) from error
     _send_missing(graph, list(_trees(_last(model))))
     if dtype is np.float64:
@@ -203,7 +206,7 @@ def _accepted(model: Any, rows: Array, name: str) -> Array:
         run(rows)
     # Columns by name or text in them: the model is no function of a table of numbers.
     except Exception as error:
-        raise BundleError(f"{name}: cannot be run on a table of numbers ({_first_line(error)})") from error
+        raise BundleError(f"{name}: cannot be run on a table of numbers ({by_onnx.first_line(error)})") from error
     return rows
 
 
@@ -296,7 +299,3 @@ def _version_note(caught: Iterable[Any]) -> list[str]:
         for warning in caught
         if hasattr(warning.message, "original_sklearn_version")
     ][:1]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -142,5 +142,4 @@ def _rows(trees: list[Tree], features: int) -> Array:
 
 def _first_line(error: Exception) -> str:
     # XGBoost's messages begin with the time and a place in its source, and go on with a stack.
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^(\[[\d:]+\] )?(\S*/\S+:\d+: )?", "", first)
+    return re.sub(r"^(\[[\d:]+\] )?(\S*/\S+:\d+: )?", "", by_onnx.first_line(error))

@@ -20,7 +20,7 @@ _LOG = logging.getLogger("nereid.service")
 
 _RETRY_AFTER = "retry-after"
 # A status travels in HTTP/2 headers, whose size every client limits; requests may hold names of any length.
-_LONGEST_TEXT = 1000
+_LONGEST_TEXT = 500
 # Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
 _STUB_IS_DEAD = "is not healthy"
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.

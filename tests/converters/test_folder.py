@@ -45,6 +45,8 @@ def files(tmp_path: Path) -> Callable[..., Path]:
         ((CONTRACT, "a.onnx", "a.onnx.data", "README.md"), "onnx"),
         (("main.py", "requirements.txt"), "python"),
         ((CONTRACT, "main.py", "requirements.txt"), "python"),
+        ((CONTRACT, "main.py", "requirements.txt", "weights.pkl", "a.pt2"), "python"),
+        ((CONTRACT, "a.pt2"), "pt2"),
         ((CONTRACT, "saved_model.pb", "variables/"), "tensorflow"),
         ((CONTRACT, "main.cpp"), "cpp"),
         ((CONTRACT, "model"), "cpp"),
@@ -65,6 +67,11 @@ def test_f19_a_folder_that_fits_several_asks_for_one(files: Any) -> None:
     with pytest.raises(BundleError, match=r"matches several backends \(torch, onnx\); set backend"):
         detect(path)
     assert (detect(path, "onnx"), detect(path, "torch"), detect(path, "rust")) == ("onnx", "torch", "torch")
+
+
+def test_a_script_beside_a_model_file_may_be_passed_over_by_name(files: Any) -> None:
+    path = files(CONTRACT, "main.py", "requirements.txt", "a.pt2")
+    assert (detect(path), detect(path, "pt2")) == ("python", "pt2")
 
 
 def test_f19_a_named_backend_is_held_against_the_files(files: Any) -> None:
