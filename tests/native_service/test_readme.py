@@ -76,7 +76,11 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
     from nereid_backend.hooks import InvalidArgument, ModelHooks, NamedArray
     from nereid_backend.spec import ModelSpec, TensorSpec
 
-    _, code, _ = blocks("python")
+    (code,) = (
+        block
+        for block in blocks("python")
+        if "import InvalidArgument, register_model" in block or "register_model(" in block
+    )
     _, declared = blocks("yaml")
     (tmp_path / "hooks.py").write_text(code)
     preprocess = user_code.load(tmp_path, "digits", ModelHooks, "register_model").preprocess
