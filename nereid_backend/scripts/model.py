@@ -26,7 +26,7 @@ import triton_python_backend_utils as pb_utils
 from nereid_backend.errors import CODE_IN_TEXT, Cancelled, EngineError, InvalidArgument, NereidError, OutputError
 from nereid_backend.model import failure, open_streams
 from nereid_backend.scripts import MAIN_FILE, PROGRAM_FILE, PYTHON, SCRIPT_FOLDER, child, environment, frame
-from nereid_backend.scripts.link import PARAMETER, Link
+from nereid_backend.scripts.link import PARAMETER, RUN_VARIABLE, Link
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 from nereid_backend.tensors import TensorAccess
 
@@ -71,11 +71,12 @@ class TritonPythonModel:
         self._read = self._access.reader(spec.inputs[0]) if spec.inputs else None
         if spec.engine == PYTHON:
             python = environment.prepare(folder)
-            command, outputs = [str(python), "-u", MAIN_FILE], None
+            command = [str(python), "-u", MAIN_FILE]
+            outputs = os.environ.get(RUN_VARIABLE)  # cleared also after a kill; elsewhere the temporary folder
         else:
             python = None
             command = [str(folder / PROGRAM_FILE)]
-            outputs = os.environ.get("NEREID_SCRATCH_DIR") or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+            outputs = os.environ.get("NEREID_SCRATCH_DIR") or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
         self._outputs = Path(tempfile.mkdtemp(prefix="nereid-", dir=outputs))
         variables = environment.child_variables(os.environ, python)
         self._worker = child.Worker(
