@@ -22,7 +22,6 @@ DEFAULT_CONCURRENCY = 2
 CODE_NOTE = f"its {USER_CODE} is run when the model is loaded; serve code only from people you trust"
 
 _NOT_CODE = (MANIFEST_FILE, "model.jl")
-_TAKEN = (repository.MODEL_FILE, SPEC_FILE)
 
 
 def callees_in(folder: Path, names: Iterable[str]) -> dict[str, ModelSpec]:
@@ -73,8 +72,6 @@ def files_for_code(directory: Path) -> Mapping[str, Source]:
         hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
         if hidden or not path.is_file() or str(relative) in _NOT_CODE:
             continue
-        if str(relative) in _TAKEN:
-            raise BundleError(f"the bundle holds a {relative}, a name that the converted model needs; rename it")
         files[str(relative)] = path
     return files
 

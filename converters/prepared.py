@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from nereid_backend.spec import ModelSpec
+from nereid_backend.errors import BundleError
+from nereid_backend.spec import SPEC_FILE, ModelSpec
+
+MODEL_FILE = "model.py"
+# Triton's stub puts the version directory on Python's path: what lies there may be imported without being asked for.
+_IMPORTABLE = (*importlib.machinery.all_suffixes(), ".dist-info", ".egg-info")
 
 Source = Path | Callable[[Path], None]
 """A file to link or copy, or a function that writes the file at the given path."""
@@ -18,13 +24,22 @@ Source = Path | Callable[[Path], None]
 class Prepared:
     """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user.
 
-    ``stages`` are models of their own that this one, an ensemble, is made of.
+    ``stages`` are models of their own that this one, an ensemble, is made of. Raises BundleError for files that would
+    take the place of the converted model's own, or be code of a model that has none.
     """
 
     spec: ModelSpec
     files: Mapping[str, Source]
     notes: tuple[str, ...] = ()
     stages: tuple[Prepared, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            parts = PurePosixPath(name).parts
+            if parts[0] in (MODEL_FILE, SPEC_FILE):
+                raise BundleError(f"the bundle holds a {name}, a name that the converted model needs; rename it")
+            if not self.spec.runs_code and any(part.endswith(_IMPORTABLE) for part in parts):
+                raise BundleError(f"the model needs a file {name}, which Python could run as code; rename it")
 
 
 def place(source: Source, target: Path, *, link: bool) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 from google.protobuf import text_format
 
 from converters import durable
-from converters.prepared import Prepared, place
+from converters.prepared import MODEL_FILE, Prepared, place
 from nereid_backend.engines import parse_device
 from nereid_backend.errors import BundleError, RepositoryError, SpecError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 
-CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
+CONFIG_FILE, VERSION = "config.pbtxt", "1"
 MODEL_PY = "from nereid_backend.model import TritonPythonModel as TritonPythonModel\n"
 META_MODEL_PY = "from nereid_backend.meta import TritonPythonModel as TritonPythonModel\n"
 SCRIPT_MODEL_PY = "from nereid_backend.scripts.model import TritonPythonModel as TritonPythonModel\n"
@@ -114,6 +114,16 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
     (symbolic ones across file systems) instead of copies; they then change when their source is changed in place.
     ``force``: replace a model of that name.
     """
+    owner = prepared.spec.name.rpartition("__")[0]
+    if owner and prepared.spec.name in _stages(repository / owner):
+        raise RepositoryError(
+            f"{repository / prepared.spec.name} is a part of the model {owner!r}; choose another name with --name, or "
+            "another output folder"
+        )
+    return _write(prepared, repository, link=link, force=force)
+
+
+def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
     spec = prepared.spec
     target = repository / spec.name
     text = config_text(spec)
@@ -127,7 +137,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
                 "name for a part of it; rename or remove it"
             )
     for stage in prepared.stages:
-        write(stage, repository, link=link, force=True)
+        _write(stage, repository, link=link, force=True)
     gone = own - {stage.spec.name for stage in prepared.stages}
     try:
         repository.mkdir(parents=True, exist_ok=True)
@@ -162,7 +172,8 @@ def _stages(target: Path) -> set[str]:
         stages = ModelSpec.read(target / VERSION).stages
     except SpecError:  # of another version; its stages are left to the user
         return set()
-    return {stage.name for stage in stages if (target.parent / stage.name / VERSION / SPEC_FILE).is_file()}
+    names = {stage.name for stage in stages if is_name(stage.name)}
+    return {name for name in names if (target.parent / name / VERSION / SPEC_FILE).is_file()}
 
 
 def _check_replaceable(target: Path, prepared: Prepared, *, force: bool) -> None:

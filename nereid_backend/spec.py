@@ -170,6 +170,11 @@ class ModelSpec:
         return self.outputs if self.hooks is None else self.hooks.client_outputs
 
     @property
+    def runs_code(self) -> bool:
+        """Whether code of its bundle or folder runs with it."""
+        return self.calls is not None or self.script is not None or (self.hooks is not None and bool(self.hooks.code))
+
+    @property
     def contract(self) -> ModelSpec:
         """What a caller needs to know: all but hooks, programs and weights."""
         return replace(

@@ -130,6 +130,16 @@ def test_external_data_outside_the_folder_is_refused(with_external_data: Any, lo
         read(with_external_data(location))
 
 
+@pytest.mark.parametrize(
+    "location", ["model.py", "nereid.json", "__init__.py", "triton_python_backend_utils.py", "cupy/_core.abi3.so"]
+)
+def test_external_data_never_becomes_code_or_specification_of_the_served_model(
+    with_external_data: Any, location: str
+) -> None:
+    with pytest.raises(BundleError, match=rf"{location},.* rename it"):
+        read(with_external_data(location))
+
+
 def test_a_file_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"garbage")
     with pytest.raises(SignatureError, match=r"^model\.onnx: ONNX Runtime"):

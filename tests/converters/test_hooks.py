@@ -158,6 +158,16 @@ def test_a_stage_never_takes_the_place_of_another_model(make_bundle: Callable[..
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["linear__core"]
 
 
+def test_a_stage_is_replaced_with_its_ensemble_only(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_bundle(client_inputs=RAGGED)
+    (folder / "hooks.py").write_text(HOOKS)
+    repository.write(read(folder), tmp_path / "r", link=False, force=False)
+    core = (tmp_path / "r" / "linear__core" / "1" / "nereid.json").read_text()
+    with pytest.raises(RepositoryError, match="linear__core is a part of the model 'linear'"):
+        repository.write(read(make_bundle("linear__core")), tmp_path / "r", link=False, force=True)
+    assert (tmp_path / "r" / "linear__core" / "1" / "nereid.json").read_text() == core
+
+
 def test_a_number_per_row_is_a_column_between_the_processes(make_bundle: Callable[..., Path]) -> None:
     folder = make_bundle(
         function=lambda x, w, b: (x @ w + b).sum(1),
@@ -225,6 +235,14 @@ def test_client_specs_that_do_not_fit_the_hooks_are_refused(
         read(folder)
         return
     with pytest.raises(BundleError, match=words):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ["model.py", "nereid.json", "numpy.py"])
+def test_a_file_of_a_built_in_never_becomes_code(make_bundle: Callable[..., Path], name: str) -> None:
+    folder = make_bundle(**declare(SOFTMAX, ARGMAX, {"labels": {**LABELS["labels"], "file": name}}))
+    (folder / name).write_text("print('I run')\n")
+    with pytest.raises(BundleError, match=rf"{name},.* rename it"):
         read(folder)
 
 
