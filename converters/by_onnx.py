@@ -126,6 +126,8 @@ def _ties(scores: Array) -> Array:
     """[n] whether a row's two best scores are the same but for rounding."""
     if scores.ndim == 1:
         scores = np.stack([scores, -scores], axis=1)
+    if scores.shape[1] < 2:  # a classifier that knows one class
+        return np.zeros(len(scores), bool)
     best = np.sort(scores.astype(np.float64), axis=1)[:, -2:]
     tied: Array = best[:, 1] - best[:, 0] <= TOLERANCE * np.abs(best).max(initial=1e-30)
     return tied

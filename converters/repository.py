@@ -19,6 +19,7 @@ from google.protobuf import text_format
 
 from converters import durable
 from converters.prepared import MODEL_FILE, Prepared, place
+from nereid_backend import locks
 from nereid_backend.engines import parse_device
 from nereid_backend.errors import BundleError, RepositoryError, SpecError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
@@ -110,58 +111,65 @@ def _model_py(spec: ModelSpec) -> str:
 def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
     """Write a model into ``repository`` and return its directory. Raises RepositoryError.
 
-    The stages of an ensemble are written first, each a directory beside it. ``link``: artifacts are hard links
-    (symbolic ones across file systems) instead of copies; they then change when their source is changed in place.
-    ``force``: replace a model of that name.
+    The stages of an ensemble are directories beside it; all are written out before the first is put in its place.
+    ``link``: artifacts are hard links (symbolic ones across file systems) instead of copies; they then change when
+    their source is changed in place. ``force``: replace a model of that name.
     """
-    owner = prepared.spec.name.rpartition("__")[0]
-    if owner and prepared.spec.name in _stages(repository / owner):
+    target = repository / prepared.spec.name
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        # The stages of an ensemble are several directories: those of two conversions at once must not mix.
+        with locks.locked_folder(repository):
+            owner = target.name.rpartition("__")[0]
+            if owner and target.name in _stages(repository / owner):
+                raise RepositoryError(
+                    f"{target} is a part of the model {owner!r}; choose another name with --name, or another output "
+                    "folder"
+                )
+            _write(prepared, repository, link=link, force=force)
+    except OSError as error:
         raise RepositoryError(
-            f"{repository / prepared.spec.name} is a part of the model {owner!r}; choose another name with --name, or "
-            "another output folder"
-        )
-    return _write(prepared, repository, link=link, force=force)
+            f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
+        ) from error
+    return target
 
 
-def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
-    spec = prepared.spec
-    target = repository / spec.name
-    text = config_text(spec)
+def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> None:
+    target = repository / prepared.spec.name
     _check_replaceable(target, prepared, force=force)
     own = _stages(target)
     for stage in prepared.stages:
         path = repository / stage.spec.name
         if os.path.lexists(path) and stage.spec.name not in own:
             raise RepositoryError(
-                f"{path} is another model, or left by an interrupted conversion, and {spec.name!r} needs that "
+                f"{path} is another model, or left by an interrupted conversion, and {target.name!r} needs that "
                 "name for a part of it; rename or remove it"
             )
-    for stage in prepared.stages:
-        _write(stage, repository, link=link, force=True)
-    gone = own - {stage.spec.name for stage in prepared.stages}
-    try:
-        repository.mkdir(parents=True, exist_ok=True)
-        with _scratch(repository) as scratch:
-            fresh = Path(scratch) / spec.name
-            version = fresh / VERSION
-            version.mkdir(parents=True)
-            durable.write_text(fresh / CONFIG_FILE, text)
-            if not spec.stages:
-                durable.write_text(version / MODEL_FILE, _model_py(spec))
-            durable.write_text(version / SPEC_FILE, spec.to_json())
-            for name, source in prepared.files.items():
-                place(source, version / name, link=link)
-            for directory in (version, fresh):
-                durable.sync_directory(directory)
-            _swap_in(fresh, target, replace=force)
-            for name in gone:  # the model that was replaced had its hooks apart
-                (repository / name).rename(Path(scratch) / name)
-            durable.sync_directory(repository)
-    except OSError as error:
-        raise RepositoryError(
-            f"cannot write {target}: {error.strerror or error}; check space, permissions and the source"
-        ) from error
-    return target
+        _check_replaceable(path, stage, force=True)
+    with _scratch(repository) as scratch:
+        for part in (*prepared.stages, prepared):
+            _fill(Path(scratch) / part.spec.name, part, link=link)
+        for stage in prepared.stages:
+            _swap_in(Path(scratch) / stage.spec.name, repository / stage.spec.name, replace=True)
+        _swap_in(Path(scratch) / target.name, target, replace=force)
+        for name in own - {stage.spec.name for stage in prepared.stages}:  # what was replaced had its hooks apart
+            (repository / name).rename(Path(scratch) / name)
+        durable.sync_directory(repository)
+
+
+def _fill(directory: Path, prepared: Prepared, *, link: bool) -> None:
+    """Write one model's directory, synced to disk."""
+    spec = prepared.spec
+    version = directory / VERSION
+    version.mkdir(parents=True)
+    durable.write_text(directory / CONFIG_FILE, config_text(spec))
+    if not spec.stages:
+        durable.write_text(version / MODEL_FILE, _model_py(spec))
+    durable.write_text(version / SPEC_FILE, spec.to_json())
+    for name, source in prepared.files.items():
+        place(source, version / name, link=link)
+    for folder in (version, directory):
+        durable.sync_directory(folder)
 
 
 def _stages(target: Path) -> set[str]:
@@ -223,7 +231,7 @@ def _swap_in(fresh: Path, target: Path, *, replace: bool) -> None:
     if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
         return
     # A file system without exchange: two renames, with the old model kept until the new one is in place.
-    old = fresh.with_name("old")
+    old = fresh.with_name(f"{fresh.name} replaced")
     target.rename(old)
     try:
         fresh.rename(target)

@@ -18,7 +18,7 @@ from converters import by_onnx, sample_rows
 from converters.artifact import Artifact
 from converters.sample_rows import Tree
 from nereid_backend.engines import Array
-from nereid_backend.errors import BundleError, SignatureError
+from nereid_backend.errors import BundleError, SignatureError, short_repr
 
 EXTRA = "xgboost"
 _OPSET = 15
@@ -49,13 +49,13 @@ def read(path: Path) -> Artifact:
             f"{path.name}: is not a model that XGBoost {xgboost.__version__} can load ({_first_line(error)}); save it "
             "with save_model"
         ) from None
-    trees = _trees(path.name, learner)
+    trees = _trees(path.name, learner, booster.num_features())
     notes = []
     if booster.feature_names:
         notes.append(f"the columns of {_INPUT!r} are {', '.join(booster.feature_names)}")
         booster.feature_names = booster.feature_types = None
     total = booster.num_boosted_rounds()
-    used = min(int(booster.attr("best_iteration") or total - 1) + 1, total)
+    used = _rounds_used(path.name, booster.attr("best_iteration"), total)
     served = booster.copy()
     if used < total:
         notes.append(f"the first {used} of {total} rounds are served: training stopped early")
@@ -72,6 +72,16 @@ def read(path: Path) -> Artifact:
     notes.append(f"agrees with XGBoost on {len(rows)} sample rows, at thresholds and with missing values")
     names = {"probabilities": "probabilities", "label": "label"} if "label" in expected else {"variable": "output"}
     return by_onnx.artifact(model, names, shapes, notes)
+
+
+def _rounds_used(name: str, best_iteration: str | None, total: int) -> int:
+    if best_iteration is None:
+        return total
+    if not (best_iteration.isascii() and best_iteration.isdecimal() and len(best_iteration) < 10):
+        raise SignatureError(
+            f"{name}: best_iteration is {short_repr(best_iteration)}, no number of a round; train again"
+        )
+    return min(int(best_iteration) + 1, total)
 
 
 def _convert(onnxmltools: Any, booster: Any, name: str, objective: str) -> Any:
@@ -106,7 +116,7 @@ def _predictions(
     return {"probabilities": predicted, "label": predicted.argmax(axis=1)}
 
 
-def _trees(name: str, learner: Mapping[str, Any]) -> list[Tree]:
+def _trees(name: str, learner: Mapping[str, Any], features: int) -> list[Tree]:
     """The trees of a model. Raises BundleError for what ONNX cannot represent exactly."""
     booster = learner["gradient_booster"]
     if booster.get("name") != "gbtree":
@@ -119,11 +129,15 @@ def _trees(name: str, learner: Mapping[str, Any]) -> list[Tree]:
             )
         if int(raw["tree_param"].get("size_leaf_vector", "1")) > 1:
             raise BundleError(f"{name}: has trees of several outputs, which cannot be converted; train one per output")
+        left, right, split = (np.array(raw[key]) for key in ("left_children", "right_children", "split_indices"))
+        looked_at = split[left >= 0]
+        if max(left.max(), right.max()) >= len(left) or not ((looked_at >= 0) & (looked_at < features)).all():
+            raise SignatureError(f"{name}: has a tree that points outside itself or its columns; save it again")
         trees.append(
             Tree(
-                np.array(raw["left_children"]),
-                np.array(raw["right_children"]),
-                np.array(raw["split_indices"]),
+                left,
+                right,
+                split,
                 sample_rows.largest_float32_below(np.array(raw["split_conditions"], np.float32)),
             )
         )

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,3 +311,54 @@ def test_the_folder_a_model_comes_from_is_never_replaced(source: Path, tmp_path:
     with pytest.raises(RepositoryError, match="is where the model comes from; choose another output folder with -o"):
         write(prepared(inside), tmp_path / "r", force=True)
     assert inside.read_bytes() == source.read_bytes()
+
+
+def ensemble(author: str, write_core: Callable[[Path], None] | None = None) -> Prepared:
+    """An ensemble whose stages and whose own directory say who wrote them."""
+
+    def sign(path: Path) -> None:
+        path.write_text(author)
+
+    parts = [
+        Prepared(replace(SPEC, name=f"m__{part}"), {"author": source})
+        for part, source in (("first", sign), ("core", write_core or sign))
+    ]
+    spec = replace(SPEC, stages=tuple(part.spec.contract for part in parts))
+    return Prepared(spec, {"author": sign}, (), tuple(parts))
+
+
+def authors(target: Path) -> list[str]:
+    return [path.read_text() for path in sorted(target.glob("*/1/author"))]
+
+
+def test_two_conversions_of_one_ensemble_at_once_never_mix(tmp_path: Path) -> None:
+    inside, other_done = threading.Event(), threading.Event()
+
+    def slowly(path: Path) -> None:
+        inside.set()
+        other_done.wait(0.5)  # as long as the other one needs, were it let in
+        path.write_text("slow")
+
+    def write_other() -> None:
+        inside.wait()
+        write(ensemble("other"), tmp_path / "r", force=True)
+        other_done.set()
+
+    write(ensemble("old"), tmp_path / "r")
+    other = threading.Thread(target=write_other)
+    other.start()
+    write(ensemble("slow", slowly), tmp_path / "r", force=True)
+    assert authors(tmp_path / "r") in (["slow"] * 3, ["other"] * 3)
+    other.join()
+    assert authors(tmp_path / "r") == ["other"] * 3
+
+
+def test_an_ensemble_that_cannot_be_written_leaves_the_whole_old_one(tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    write(ensemble("old"), tmp_path / "r")
+    with pytest.raises(RepositoryError, match="No space left on device"):
+        write(ensemble("new", fail), tmp_path / "r", force=True)
+    assert authors(tmp_path / "r") == ["old"] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]

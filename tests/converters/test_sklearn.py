@@ -29,6 +29,7 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler
 from sklearn.svm import SVC
+from sklearn.tree import DecisionTreeClassifier
 
 from converters.convert import prepare
 from converters.discover import find
@@ -115,6 +116,12 @@ def test_a_forest_behind_a_scaler_takes_float64_because_float32_would_round_at_t
 def test_a_model_that_is_not_converted_exactly_is_refused(saved: Any, model: Any, target: Any, words: str) -> None:
     with pytest.raises(BundleError, match=words):
         prepare(saved(model, target), allow_code=True)
+
+
+def test_a_classifier_of_one_class_is_served(saved: Any, run: Any, tmp_path: Path) -> None:
+    prepared = prepare(saved(DecisionTreeClassifier(), np.full(len(X), 7)), allow_code=True)
+    probabilities, label = run(prepared, tmp_path / "r", X[:2].astype(np.float32))
+    assert (probabilities.tolist(), label.tolist()) == ([[1], [1]], [7, 7])
 
 
 def test_text_labels_are_told_and_not_served(saved: Any) -> None:

@@ -209,3 +209,30 @@ def test_a_converted_model_answers_inside_triton(trained: Any, triton: Any, clie
     predicted = booster.predict(xgboost.DMatrix(X[:20]))
     np.testing.assert_allclose(answer.as_numpy("probabilities"), predicted, atol=1e-6)
     np.testing.assert_array_equal(answer.as_numpy("label").ravel(), predicted.argmax(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda learner: _first_tree(learner)["left_children"].__setitem__(0, 10**6), "points outside itself"),
+        (lambda learner: _first_tree(learner)["split_indices"].__setitem__(0, 10**6), "points outside itself"),
+        (
+            lambda learner: learner["attributes"].update(best_iteration="x"),
+            "best_iteration is 'x', no number of a round",
+        ),
+        (lambda learner: learner["attributes"].update(best_iteration="-5"), "best_iteration is '-5', no number"),
+    ],
+)
+def test_a_model_file_that_contradicts_itself_is_refused_before_it_predicts(
+    trained: Any, change: Callable[[Any], None], words: str
+) -> None:
+    _, path = trained("binary:logistic", "two", file="m.json")
+    model = json.loads(path.read_text())
+    change(model["learner"])
+    path.write_text(json.dumps(model))
+    with pytest.raises(SignatureError, match=words):
+        prepare(path)
+
+
+def _first_tree(learner: Any) -> Any:
+    return learner["gradient_booster"]["model"]["trees"][0]
