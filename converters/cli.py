@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from nereid_backend.errors import NereidError, short_repr
+from nereid_backend.errors import BundleError, NereidError, short_repr
 
 DEFAULT_OUTPUT = Path("triton_models")
 DEFAULT_SIGNATURE = "serving_default"
@@ -187,9 +187,15 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
 def _found(source: Path) -> list[Path]:
     """The models at or below ``source``; ``source`` itself when there are none, so that converting it says why."""
     from converters.discover import find
+    from nereid_backend.engines import installed_engines
 
     try:
+        # An engine that is installed wrongly would be met again for each model.
+        installed_engines()
         return find(source) or [source]
+    except BundleError as error:
+        click.echo(f"error: {source}: {error}", err=True)
+        sys.exit(1)
     except OSError:
         return [source]
 

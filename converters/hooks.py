@@ -18,8 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from converters import stages
-from converters.manifest import CLIENT_AXIS_ORDER, HOOK_PROCESSES, Manifest, ManifestTensor
+from converters import stages, weights
+from converters.manifest import CLIENT_AXIS_ORDER, DEFAULT_WEIGHTS_FILE, HOOK_PROCESSES, Manifest, ManifestTensor
 from converters.meta import CODE_NOTE, check_code, files_for_code
 from converters.prepared import Prepared, Source
 from nereid_backend import builtins
@@ -58,7 +58,9 @@ def attach(prepared: Prepared, manifest: Manifest, directory: Path) -> Prepared:
         postprocess=tuple(map(_spec_of, after)),
         code=(PREPROCESS, POSTPROCESS) if code else (),
     )
-    files = {**_files(directory, [*before, *after], code=code), **prepared.files}
+    files = {**_files(directory, [*before, *after]), **prepared.files}
+    if code:
+        files = {**_own_files(directory, manifest.weights_file), **files}
     notes = [*prepared.notes, *_notes(manifest)]
     if code:
         check_code(directory / USER_CODE)
@@ -145,8 +147,8 @@ def _text(tensor: TensorSpec) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}{batch}"
 
 
-def _files(directory: Path, used: Sequence[Builtin], *, code: bool) -> dict[str, Source]:
-    """The files hooks read: those named by built-ins; all that are not the executable's when there is code."""
+def _files(directory: Path, used: Sequence[Builtin]) -> dict[str, Source]:
+    """The files that built-ins read."""
     files: dict[str, Source] = {}
     for builtin in used:
         for name in builtin.files():
@@ -154,12 +156,15 @@ def _files(directory: Path, used: Sequence[Builtin], *, code: bool) -> dict[str,
                 raise BundleError(f"{builtin.name}: {name!r} is no file of the bundle; put it beside the manifest")
             files[name] = directory / name
         builtin.check(directory)
-    if code:
-        own = files_for_code(directory).items()
-        files.update(
-            (name, source) for name, source in own if not re.fullmatch(r"model\..*mlir|[^/]*\.safetensors", name)
-        )
     return files
+
+
+def _own_files(directory: Path, weights_file: str) -> dict[str, Source]:
+    """What the Python file may read beside itself: all that is not the executable's."""
+    origin = weights.read(directory / weights_file).origin
+    taken = {weights_file, DEFAULT_WEIGHTS_FILE, *(() if origin is None else (origin.file,))}
+    found = files_for_code(directory).items()
+    return {name: source for name, source in found if name not in taken and not re.fullmatch(r"model\..*mlir", name)}
 
 
 def _notes(manifest: Manifest) -> list[str]:

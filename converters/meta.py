@@ -65,11 +65,16 @@ def check_code(path: Path) -> None:
 
 
 def files_for_code(directory: Path) -> Mapping[str, Source]:
-    """The files that the bundle's code may read beside itself: all but the manifest and hidden ones."""
+    """The files that the bundle's code may read beside itself: all but the manifest and hidden ones.
+
+    Raises BundleError for a link to a folder, which may lead anywhere.
+    """
     files: dict[str, Source] = {}
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
         hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+        if path.is_symlink() and path.is_dir() and not hidden:
+            raise BundleError(f"{relative} is a link to a folder, which the bundle's code would miss; copy it there")
         if hidden or not path.is_file() or str(relative) in _NOT_CODE:
             continue
         files[str(relative)] = path

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("onnxruntime")
 
 from converters.cli import command
 from converters.convert import check_device, convert, model_name, prepare
+from nereid_backend import engines
 from nereid_backend.errors import BundleError, DeviceMissing
 from nereid_backend.spec import ModelSpec
 
@@ -108,6 +110,16 @@ def test_a_source_that_cannot_be_converted_is_one_line_on_stderr(
     assert result.stderr.startswith(f"error: {source}: ")
     assert words in result.stderr
     assert not (tmp_path / "r").exists()
+
+
+def test_an_engine_that_is_installed_wrongly_is_one_line(
+    add_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = [EntryPoint("onnx", "mine:Engine", engines.ENTRY_POINTS)]
+    monkeypatch.setattr(engines, "entry_points", lambda group: wrong)
+    result = invoke(add_one, "-o", tmp_path / "r")
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert result.stderr.startswith(f"error: {add_one}: mine:Engine declares an engine 'onnx', which is built in")
 
 
 def test_an_existing_model_needs_force(add_one: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from made_up import MANY
 pytest.importorskip("jax")
 
 from converters import bundle, hooks, manifest, repository
+from converters.migrate import migrate
 from converters.prepared import Prepared
 from nereid_backend.errors import BundleError, ManifestError, RepositoryError, UserCodeError
 from nereid_backend.spec import BuiltinSpec, ModelSpec, Program, TensorSpec
@@ -156,6 +157,23 @@ def test_a_stage_never_takes_the_place_of_another_model(make_bundle: Callable[..
     with pytest.raises(RepositoryError, match="linear__core is another model"):
         repository.write(read(folder), tmp_path / "r", link=False, force=True)
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["linear__core"]
+
+
+def test_code_keeps_its_own_files_and_none_of_the_executable(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_bundle(axis_order=None)
+    (folder / "hooks.py").write_text(HOOKS)
+    (folder / "data").mkdir()
+    for own in ("codebook.safetensors", "data/table.csv"):
+        (folder / own).write_text("own")
+    migrate(folder, replace=False)
+    assert (folder / "weights.T.safetensors").exists()
+    placed = set(read(folder).files)
+    programs = {path.name for path in folder.glob("*.mlir")}
+    assert placed == {"hooks.py", "codebook.safetensors", "data/table.csv", "weights.safetensors", *programs}
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BundleError, match="more is a link to a folder"):
+        read(folder)
 
 
 def test_a_stage_is_replaced_with_its_ensemble_only(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
