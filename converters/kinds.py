@@ -51,7 +51,12 @@ class FileKind:
 
 
 FILE_KINDS: tuple[FileKind, ...] = (
-    FileKind("torch", (".pt",), lambda path, _: torch_files.read_script(path), stands_alone=False),
+    FileKind(
+        "torch",
+        (".pt",),
+        lambda path, opening: torch_files.read_script(path, allow_code=opening.allow_code),
+        stands_alone=False,
+    ),
     FileKind("onnx", (".onnx",), lambda path, _: graph.read(path)),
     FileKind(
         "pt2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,32 @@ from nereid_backend.errors import BundleError, SignatureError
 
 PLATFORM = "pytorch_libtorch"
 EXPORT_PLATFORM = "pytorch_export"
+_CODE = re.compile(r"/code/.*\.py$")
+# Of all that torch registers, these take the name of a file. As bare words: the code may give its modules other names.
+_FILE_OPERATORS = re.compile(rb"\b(save|from_file|load_tensor)\b")
 
 
-def read_script(path: Path) -> Artifact:
-    """Read a TorchScript file, which tells neither shapes nor dtypes."""
+def read_script(path: Path, *, allow_code: bool) -> Artifact:
+    """Read a TorchScript file, which tells neither shapes nor dtypes. Raises SignatureError, BundleError."""
+    if not allow_code and (found := _reaches_files(path)):
+        raise BundleError(
+            f"{path.name}: its code says {found!r}, which reaches files of this machine when it runs; if you trust it, "
+            "convert with --allow-code (in nereid.yaml: options: {allow_code: true})"
+        )
     return _artifact(path, "torchscript", PLATFORM)
+
+
+def _reaches_files(path: Path) -> str | None:
+    """The first name in a TorchScript file's code that reads or writes files, before anything of it has run."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            code = [archive.read(entry) for entry in archive.infolist() if _CODE.search(entry.filename)]
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
+        raise SignatureError(
+            f"{path.name}: is not a TorchScript file, or is damaged; save it with torch.jit.save"
+        ) from None
+    found = next((match for text in code if (match := _FILE_OPERATORS.search(text))), None)
+    return None if found is None else found[0].decode()
 
 
 def read_archive(path: Path, device: str) -> Artifact:

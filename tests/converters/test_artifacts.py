@@ -318,7 +318,8 @@ def test_files_that_stand_alone_are_found_and_others_are_not(tmp_path: Path) -> 
 
 
 def test_a_file_without_a_signature_asks_for_a_contract(tmp_path: Path) -> None:
-    (tmp_path / "m.pt").touch()
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
+        archive.writestr("m/code/__torch__.py", "")
     with pytest.raises(BundleError, match=r"m\.pt does not say what it takes.*model_inference\.textproto"):
         prepare(tmp_path / "m.pt")
 
@@ -327,3 +328,28 @@ def test_no_two_kinds_share_a_name_or_an_ending() -> None:
     names = [kind.name for kind in FILE_KINDS]
     endings = [suffix for kind in FILE_KINDS for suffix in kind.suffixes]
     assert (len(set(names)), len(set(endings))) == (len(names), len(endings))
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("statement", "word"),
+    [
+        ("torch.save(x, '{}')", "save"),
+        ("x = x + torch.from_file('{}', shared=True, size=4, dtype=torch.float32)", "from_file"),
+    ],
+)
+def test_torchscript_that_reaches_files_does_not_run_before_somebody_allows_it(
+    tmp_path: Path, statement: str, word: str
+) -> None:
+    import torch
+
+    reached = tmp_path / "reached"
+    module: Any = type(word, (torch.jit.ScriptModule,), {})()
+    module.define(f"def forward(self, x):\n  {statement.format(reached)}\n  return x * 2\n")
+    module.save(str(tmp_path / "m.pt"))
+    folder = in_folder(tmp_path / "m.pt", "input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 4\n")
+    with pytest.raises(BundleError, match=rf"m\.pt: its code says '{word}', .*--allow-code .*allow_code: true"):
+        prepare(folder)
+    assert not reached.exists()
+    prepare(folder, allow_code=True)
+    assert reached.exists()
