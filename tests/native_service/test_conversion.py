@@ -1,5 +1,6 @@
 import ast
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,21 @@ def test_a_folder_that_cannot_be_served_is_told(folder: Path, names: list[str], 
     run(scenario)
 
 
+def test_an_entry_whose_name_cannot_be_a_model_s_does_not_hide_the_others(folder: Path) -> None:
+    for name in ("my model.onnx", "%s\n.onnx", "fine.onnx"):
+        (folder / name).touch()
+
+    async def scenario(converter: Converter) -> None:
+        sources, problems = await converter.sources(settings.for_folder(folder))
+        assert [source.name for source in sources] == ["fine"]
+        for problem, name in zip(problems, ("%s\\n.onnx", "my model.onnx"), strict=True):
+            assert name in problem
+            assert "rename it" in problem
+            assert "\n" not in problem
+
+    run(scenario)
+
+
 def test_named_models_are_looked_up_and_all_missing_ones_told(folder: Path) -> None:
     (folder / "a").mkdir()
     (folder / "b.onnx").touch()
@@ -219,4 +235,5 @@ def test_what_the_converter_remarks_on_a_model_is_logged(folder: Path, caplog: p
         await convert(converter, folder, "fine")
 
     run(scenario)
-    assert "WARNING model 'fine': fine was made up" in caplog.messages
+    assert ("nereid.convert", logging.WARNING, "model 'fine': fine was made up") in caplog.record_tuples
+    assert ("nereid.convert", logging.INFO, "noise on stdout") in caplog.record_tuples
