@@ -5,6 +5,7 @@ Exit codes: 0 every model was done, 1 at least one was not (the others are), 2 w
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -57,6 +58,8 @@ def command(
     from converters.discover import calls_of
 
     signal.signal(signal.SIGTERM, _leave)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("nereid.environments").setLevel(logging.INFO)  # a build takes minutes
     found = [model for source in sources for model in _found(source)]
     found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
     if name is not None and len(found) != 1:

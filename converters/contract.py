@@ -26,7 +26,10 @@ CONTRACT_FILE = "model_inference.textproto"
 DEFAULT_DATATYPE = "FP32"
 FLAT_INPUT, FLAT_OUTPUT = "input", "output"
 
-_TOP_KEYS = ("input_shape", "output_shape", "data_type", "max_batch_size")
+# Ours; nereid-server, which ignores unknown keys, reads such a contract as well.
+_SCRIPT_KEYS = ("warm", "time_limit_s")
+_TOP_KEYS = ("input_shape", "output_shape", "data_type", "max_batch_size", *_SCRIPT_KEYS)
+_INTEGER_KEYS = ("max_batch_size", "time_limit_s")
 _TENSOR_KEYS = ("name", "data_type", "dims")
 
 
@@ -41,12 +44,22 @@ class ContractTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """``flat``: written as input_shape/output_shape, where data_type does not bind the output."""
+    """``flat``: written as input_shape/output_shape, where data_type does not bind the output.
+
+    ``warm`` and ``time_limit_s`` are for folders whose model is a program.
+    """
 
     inputs: tuple[ContractTensor, ...]
     outputs: tuple[ContractTensor, ...]
     max_batch_size: int
     flat: bool
+    warm: bool = False
+    time_limit_s: int | None = None
+
+    @property
+    def script_keys(self) -> tuple[str, ...]:
+        """The keys given that only a program's folder may have."""
+        return tuple(key for key in _SCRIPT_KEYS if getattr(self, key))
 
 
 def read(path: Path) -> Contract:
@@ -74,6 +87,10 @@ def _contract(raw: Mapping[str, Any]) -> Contract:
     size = raw.get("max_batch_size", 0)
     if not 0 <= size <= MAX_SIZE:
         raise ContractError(f"max_batch_size must be >= 0 and <= {MAX_SIZE}, got {size}")
+    limit = raw.get("time_limit_s", 0)
+    if not 0 <= limit <= MAX_SIZE:
+        raise ContractError(f"time_limit_s must be >= 1 and <= {MAX_SIZE}, got {limit}; leave it out for a day")
+    script: dict[str, Any] = {"warm": raw.get("warm", False), "time_limit_s": limit or None}
     if raw.get("input") or raw.get("output"):
         for key in ("input_shape", "output_shape", "data_type"):
             if key in raw:
@@ -85,7 +102,7 @@ def _contract(raw: Mapping[str, Any]) -> Contract:
             names = [t.name for t in tensors]
             if duplicates := {n for n in names if names.count(n) > 1}:
                 raise ContractError(f"{kind} name {min(duplicates)!r} is declared twice")
-        return Contract(inputs, outputs, size, flat=False)
+        return Contract(inputs, outputs, size, flat=False, **script)
     if "input_shape" not in raw and "output_shape" not in raw:
         raise ContractError("needs input_shape, output_shape, or input and output blocks")
     dtype = _dtype(raw.get("data_type", DEFAULT_DATATYPE))
@@ -93,7 +110,7 @@ def _contract(raw: Mapping[str, Any]) -> Contract:
     if "input_shape" in raw:
         inputs = (ContractTensor(FLAT_INPUT, dtype, _dims(raw["input_shape"], "input_shape")),)
     dims = _dims(raw["output_shape"], "output_shape") if "output_shape" in raw else None
-    return Contract(inputs, (ContractTensor(FLAT_OUTPUT, dtype, dims),), size, flat=True)
+    return Contract(inputs, (ContractTensor(FLAT_OUTPUT, dtype, dims),), size, flat=True, **script)
 
 
 def _tensor(block: Mapping[str, Any], kind: str) -> ContractTensor:
@@ -141,6 +158,8 @@ def _message_class() -> Any:
         ("max_batch_size", 4, "int64"),
         ("input", 5, "Tensor[]"),
         ("output", 6, "Tensor[]"),
+        ("warm", 7, "bool"),
+        ("time_limit_s", 8, "int64"),
     ]
     return message_classes("nereid.contract", {"Tensor": tensor, "Config": config}, "proto3")["Config"]
 
@@ -213,12 +232,16 @@ def _line_field(target: dict[str, Any], key: str, value: str, in_block: bool, nu
         target[key] = value.strip("\"'")
         return
     try:
-        if key == "max_batch_size":
+        if key == "warm":
+            target[key] = {"true": True, "false": False}[value]
+            return
+        if key in _INTEGER_KEYS:
             target[key] = _integer(value)
             return
         if not (value.startswith("[") and value.endswith("]")):
             raise ValueError
         target[key] = [_integer(item) for item in value[1:-1].split(",")] if value[1:-1].strip() else []
-    except ValueError:
-        expected = "an integer" if key == "max_batch_size" else "integers in brackets such as [-1, 16]"
+    except (ValueError, KeyError):
+        expected = "an integer" if key in _INTEGER_KEYS else "integers in brackets such as [-1, 16]"
+        expected = "true or false" if key == "warm" else expected
         raise ContractError(f"line {number}: {key} must be {expected}, got {value!r}") from None

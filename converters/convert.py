@@ -13,6 +13,7 @@ from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
 from converters.prepared import Prepared
 from converters.saved_model import DEFAULT_SIGNATURE
+from converters.script import DEFAULT_CHILDREN
 from nereid_backend.engines import engine_class, parse_device
 from nereid_backend.errors import BundleError
 from nereid_backend.spec import ModelSpec
@@ -37,6 +38,7 @@ def prepare(
     signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
     callees: Mapping[str, ModelSpec] = MappingProxyType({}),
+    children: int = DEFAULT_CHILDREN,
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses.
 
@@ -61,7 +63,7 @@ def prepare(
         )
     opening = kinds.Opening(device, allow_code, signature)
     if source.is_dir():
-        return folder.read(source, name, opening, backend)
+        return folder.read(source, name, opening, backend, children=children)
     if (kind := kinds.kind_of(source)) is None:
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
     artifact = kinds.read(kind, source, opening)
@@ -87,6 +89,7 @@ def convert(
     signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
     callees: Mapping[str, ModelSpec] | None = None,
+    children: int = DEFAULT_CHILDREN,
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
@@ -106,6 +109,7 @@ def convert(
         signature=signature,
         allow_code=allow_code,
         callees=callees,
+        children=children,
     )
     repository.write(prepared, target, link=link, force=force)
     return prepared
@@ -113,5 +117,5 @@ def convert(
 
 def check_device(spec: ModelSpec) -> None:
     """Raise EngineMissing or DeviceMissing unless this interpreter can run ``spec`` on its device."""
-    if spec.calls is None:
+    if spec.calls is None and spec.script is None:  # a program chooses its device itself
         engine_class(spec.engine).check_device(spec.device)

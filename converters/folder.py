@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from converters import contract as contracts
-from converters import kinds, saved_model
+from converters import kinds, saved_model, script
 from converters.artifact import serve_under
 from converters.contract import CONTRACT_FILE
 from converters.kinds import FileKind, Opening, file_kinds
 from converters.prepared import Prepared
+from converters.script import DEFAULT_CHILDREN
 from nereid_backend.errors import BundleError
+from nereid_backend.scripts import CPP, PYTHON
 
 ALIASES = {"rust": "torch"}
 
@@ -66,22 +68,44 @@ def detect(folder: Path, backend: str | None = None) -> str:
         ours = {kind.name for kind in file_kinds()} - {"torch", "onnx"}
         found = [name for name in found if name not in ours]
     if not found:
-        shapes = "; ".join(f"{name}: {wants}" for name, (_, wants) in known.items())
-        raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder ({shapes})")
+        raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder: {_missing(folder)}")
     if len(found) > 1:
         raise BundleError(f"the folder matches several backends ({', '.join(found)}); set backend to one of them")
     return found[0]
 
 
-def read(folder: Path, name: str, opening: Opening, backend: str | None) -> Prepared:
-    """Read a nereid folder. Raises BundleError subclasses, EngineMissing."""
+def _missing(folder: Path) -> str:
+    """What would make the folder one of ours, as near as its files tell."""
+    if (folder / "main.py").exists():
+        return "main.py needs requirements.txt beside it (it may be empty)"
+    if (folder / CONTRACT_FILE).exists():
+        suffixes = ", ".join(kind.suffix_text for kind in file_kinds())
+        return (
+            f"{CONTRACT_FILE} needs one model file beside it ({suffixes}), saved_model.pb with variables/, main.cpp, "
+            "build.sh, model, or main.py with requirements.txt"
+        )
+    models = sorted(path.name for path in folder.iterdir() if any(kind.matches(path) for kind in file_kinds()))
+    if models:
+        return f"{models[0]} needs {CONTRACT_FILE} beside it"
+    return f"it holds no model file and no {CONTRACT_FILE}"
+
+
+def read(
+    folder: Path, name: str, opening: Opening, backend: str | None, *, children: int = DEFAULT_CHILDREN
+) -> Prepared:
+    """Read a nereid folder; ``children`` of a script may run at a time.
+
+    Raises BundleError subclasses, EngineMissing.
+    """
     found = detect(folder, backend)
-    if found == "python":
-        raise BundleError("script folders (main.py) are not supported by this version; torch and onnx folders are")
     kind = next((kind for kind in file_kinds() if kind.name == found), None)
-    if kind is None and found != "tensorflow":
+    if kind is None and found not in ("tensorflow", PYTHON, CPP):
         raise BundleError(f"{found} folders are not supported; export the model as .onnx or as a StableHLO bundle")
     contract = contracts.read(folder / CONTRACT_FILE)
+    if found in (PYTHON, CPP):
+        return script.read(folder, name, opening.device, found, contract, children)
+    if contract.script_keys:
+        raise BundleError(f"{CONTRACT_FILE}: {contract.script_keys[0]} is for script folders, this is a {found} folder")
     if not contract.inputs:
         raise BundleError(f"{CONTRACT_FILE}: a {found} model needs a declared input")
     if kind is None:

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _TYPE = descriptor_pb2.FieldDescriptorProto
-SCALARS = {"string": _TYPE.TYPE_STRING, "int32": _TYPE.TYPE_INT32, "int64": _TYPE.TYPE_INT64}
+SCALARS = {"string": _TYPE.TYPE_STRING, "int32": _TYPE.TYPE_INT32, "int64": _TYPE.TYPE_INT64, "bool": _TYPE.TYPE_BOOL}
 
 Field = tuple[str, int, str]
 """Name, number, and a scalar's name or another message's; ``[]`` behind it means repeated."""

@@ -40,6 +40,6 @@ def place(source: Source, target: Path, *, link: bool) -> None:
         except OSError:  # another file system, or one without hard links
             target.symlink_to(source)
         return
-    shutil.copyfile(source, target)
+    shutil.copy(source, target)  # a program must stay executable
     with target.open("rb") as file:
         os.fsync(file.fileno())

@@ -26,6 +26,7 @@ from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 CONFIG_FILE, VERSION, MODEL_FILE = "config.pbtxt", "1", "model.py"
 MODEL_PY = "from nereid_backend.model import TritonPythonModel as TritonPythonModel\n"
 META_MODEL_PY = "from nereid_backend.meta import TritonPythonModel as TritonPythonModel\n"
+SCRIPT_MODEL_PY = "from nereid_backend.scripts.model import TritonPythonModel as TritonPythonModel\n"
 
 # Triton refuses other characters from 26.03 on, and a name becomes a directory.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -100,6 +101,12 @@ def config_text(spec: ModelSpec) -> str:
     return text
 
 
+def _model_py(spec: ModelSpec) -> str:
+    if spec.script is not None:
+        return SCRIPT_MODEL_PY
+    return MODEL_PY if spec.calls is None else META_MODEL_PY
+
+
 def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> Path:
     """Write a model into ``repository`` and return its directory. Raises RepositoryError.
 
@@ -130,7 +137,7 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
             version.mkdir(parents=True)
             durable.write_text(fresh / CONFIG_FILE, text)
             if not spec.stages:
-                durable.write_text(version / MODEL_FILE, MODEL_PY if spec.calls is None else META_MODEL_PY)
+                durable.write_text(version / MODEL_FILE, _model_py(spec))
             durable.write_text(version / SPEC_FILE, spec.to_json())
             for name, source in prepared.files.items():
                 place(source, version / name, link=link)

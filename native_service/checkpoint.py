@@ -102,7 +102,7 @@ class CheckpointReader:
         if missing:
             raise InvalidArgument(f"model {model.name!r} needs the inputs {_names(model)}; not sent: {missing}")
         for upload in self._uploads.values():
-            if upload.held_bytes < upload.size_bytes:
+            if upload.held_bytes < upload.size_bytes and model.script is None:
                 raise InvalidArgument(
                     f"{_input(model, upload.spec)}: shape {list(upload.sent)} needs {upload.size_bytes} bytes,"
                     f" got {upload.held_bytes}"
@@ -121,6 +121,12 @@ class CheckpointReader:
         message = write_request(self.model.name, tensors)
         self.close()
         return message
+
+    def take_bytes(self) -> tuple[tuple[int, ...], bytes]:
+        """The shape and the bytes for a program, however many; both empty when it takes none."""
+        for upload in self._uploads.values():
+            return upload.shape, upload.data[: upload.held_bytes]
+        return (), b""
 
     def close(self) -> None:
         """Forget the bytes and give them back to the budget."""
@@ -164,6 +170,11 @@ class CheckpointReader:
                 " send larger ones"
             )
         if upload.held_bytes + len(chunk.data) > upload.size_bytes:
+            if model.script is not None:
+                raise OverLimit(
+                    f"model {model.name!r}: the limit of this server is {upload.size_bytes} bytes"
+                    " (server.limits.max_tensor_bytes, max_request_bytes)"
+                )
             raise InvalidArgument(
                 f"{_input(model, spec)}: shape {list(sent)} needs {upload.size_bytes} bytes,"
                 f" got at least {upload.held_bytes + len(chunk.data)}"
@@ -176,6 +187,8 @@ class CheckpointReader:
         self, model: ModelSpec, spec: TensorSpec, sent: tuple[int, ...], shape: tuple[int, ...]
     ) -> _Upload:
         size, limits = math.prod(shape) * spec.element.size_bytes, self._limits
+        if model.script is not None:  # a program gets as many bytes as come
+            size = min(limits.max_tensor_bytes, limits.max_request_bytes)
         if size > limits.max_tensor_bytes:
             raise OverLimit(
                 f"{_input(model, spec)}: shape {short_repr(list(sent))} is {short_repr(size)} bytes,"

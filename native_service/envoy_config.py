@@ -56,6 +56,8 @@ _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
+_MOST_FRAMES = 1_000_000
+_SERVICE_WINDOW, _SMALLEST_CONNECTION_WINDOW = 1024 * 1024, 256 * 1024 * 1024
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
 
 _TYPE = "type.googleapis.com/"
@@ -195,7 +197,9 @@ def _lua(models: Sequence[Admitted]) -> str:
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
     """
-    ranks = ", ".join(f'["{model.spec.name}"] = {_total_rank(model.spec)}' for model in models)
+    # Calls of scripts are for the service: it counts them and knows codes that Triton does not.
+    native = [model.spec for model in models if model.spec.script is None]
+    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec in native)
     return (
         f"local ranks = {{{ranks}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'
@@ -360,7 +364,8 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "HTTP2",
-        "http2_protocol_options": _http2(settings),
+        # Envoy takes 10,000 waiting frames for an attack, and each line of a script is one; their bytes are bounded.
+        "http2_protocol_options": {**_http2(_window(settings)), "max_outbound_frames": _MOST_FRAMES},
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
@@ -450,8 +455,10 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "max_pending_requests": unlimited,
         "max_retries": 0,
     }
+    # What our service streams may wait there: all its streams share one connection.
+    window = _SERVICE_WINDOW if name == _SERVICE else _window(settings)
     http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(settings)}}
+    options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(window)}}
     endpoint = {"endpoint": {"address": address}}
     return {
         "name": name,
@@ -464,11 +471,10 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
     }
 
 
-def _http2(settings: EnvoySettings) -> Json:
-    window = _window(settings)
+def _http2(window: int) -> Json:
     return {
         "initial_stream_window_size": window,
-        "initial_connection_window_size": min(2 * window, _LARGEST_WINDOW),
+        "initial_connection_window_size": max(min(2 * window, _LARGEST_WINDOW), _SMALLEST_CONNECTION_WINDOW),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -17,6 +17,7 @@ from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
+from native_service.script_calls import Counts, ScriptCalls
 from native_service.settings import Address, ServerSettings
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
@@ -40,6 +41,7 @@ class Front:
         self._program, self._run, self._triton = envoy, run, triton
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
+        self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._specs: list[ModelSpec] = []
         self._refusals = Refusals()
@@ -65,8 +67,11 @@ class Front:
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
         inference = Inference(channel, self._refusals)
-        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control)
-        native = NereidService(specs, inference, limits)
+        self._scripts = scripts = ScriptCalls(inference)
+        await scripts.start(self._run.short_path)
+        self._ending.push_async_callback(scripts.stop)
+        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts)
+        native = NereidService(specs, inference, limits, scripts)
         self._services = (kserve, native)
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
@@ -99,6 +104,11 @@ class Front:
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
             return Failed(self._failed_calls.total(life, counts), self._refusals.counts)
+
+    @property
+    def script_counts(self) -> Mapping[str, Counts]:
+        """How the calls of each script model ended."""
+        return {} if self._scripts is None else self._scripts.counts
 
     @property
     def envoy_pid(self) -> int | None:

@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from native_service.envoy_config import CLUSTER_HEADER, RETRY_AFTER_S, model_cluster
 from native_service.metrics import Refusals
+from native_service.triton_errors import canonical
 from nereid_backend.errors import DeadlineExceeded, InvalidArgument, NereidError, ResourceExhausted
 
 _LOG = logging.getLogger("nereid.service")
@@ -83,7 +84,8 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
             _LOG.error("%s; its process has died, restart the server", error.details())
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model's process has died; try later")
         hints = tuple(pair for pair in _metadata_of(error) if pair[0] == _RETRY_AFTER)
-        await context.abort(error.code(), error.details() or "Triton gave no reason", hints)
+        code, text = canonical(error.code().name, error.details() or "Triton gave no reason")
+        await context.abort(grpc.StatusCode[code], text, hints)
     except grpc.aio.AbortError:
         raise
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients

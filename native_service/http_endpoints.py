@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from native_service.metrics import Failed, with_failures
+from native_service.script_calls import Counts, with_script_counts
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -26,9 +27,12 @@ class HttpEndpoints:
         is_ready: Callable[[], Awaitable[bool]],
         metrics: str,
         failed: Callable[[], Awaitable[Failed]],
+        scripts: Callable[[], Mapping[str, Counts]] = dict,
     ) -> None:
         """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
-        Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not."""
+        Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not, ``scripts`` those it counts
+        wrongly."""
+        self._scripts = scripts
         self._bind = bind
         self._models = models
         self._is_ready = is_ready
@@ -82,7 +86,8 @@ class HttpEndpoints:
             async with self._session.get(self._metrics_url) as answer:
                 if answer.status != 200:
                     return web.Response(status=503, text="Triton has no metrics\n")
-                text = with_failures(await answer.text(), await self._failed())
+                text = with_script_counts(await answer.text(), self._scripts())
+                text = with_failures(text, await self._failed())
         except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
             return web.Response(status=503, text="Triton does not answer\n")
         except EnvoyUnavailable as error:

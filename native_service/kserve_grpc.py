@@ -17,6 +17,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from native_service.envoy_config import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
 from native_service.grpc_edge import Inference, errors_told, parsed, shown, unary
+from native_service.script_calls import ScriptCalls
+from native_service.triton_errors import canonical
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -57,6 +59,7 @@ class KServeService:
         triton: Any,
         is_ready: Callable[[], Awaitable[bool]],
         control: ModelControl | None = None,
+        scripts: ScriptCalls | None = None,
     ) -> None:
         """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit.
 
@@ -65,6 +68,7 @@ class KServeService:
         self.set_models(models)
         self._inference = inference
         self._triton = triton
+        self._scripts = scripts
         self._is_ready = is_ready
         self._control = control
 
@@ -155,6 +159,8 @@ class KServeService:
         except InvalidArgument as error:
             self._inference.refusals.add(spec.name, error)
             raise
+        if spec.script is not None and self._scripts is not None:
+            return await self._scripts.infer(request, spec, context)
         return await self._inference.run(request, context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -166,7 +172,8 @@ class KServeService:
                 except NereidError as error:
                     answer = pb.ModelStreamInferResponse(error_message=shown(error))
                 except grpc.aio.AioRpcError as error:
-                    answer = pb.ModelStreamInferResponse(error_message=error.details() or "Triton gave no reason")
+                    _, text = canonical(error.code().name, error.details() or "Triton gave no reason")
+                    answer = pb.ModelStreamInferResponse(error_message=text)
                 else:
                     answer = pb.ModelStreamInferResponse(infer_response=response)
                 await context.write(answer)

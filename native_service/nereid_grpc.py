@@ -14,6 +14,7 @@ from native_service.envoy_config import KSERVE
 from native_service.grpc_edge import Inference, errors_told, parsed, unary
 from native_service.infer_messages import read_outputs
 from native_service.proto import inference_pb2
+from native_service.script_calls import ScriptCalls
 from native_service.settings import Limits
 from nereid_backend.errors import EngineError, NereidError, OverLimit
 from nereid_backend.spec import ModelSpec
@@ -26,8 +27,15 @@ _CANCELLATION_LAG_S = 0.005
 class NereidService:
     """The three calls of ``inference.Nereid`` for the models of one Triton."""
 
-    def __init__(self, models: Sequence[ModelSpec], inference: Inference, limits: Limits) -> None:
+    def __init__(
+        self,
+        models: Sequence[ModelSpec],
+        inference: Inference,
+        limits: Limits,
+        scripts: ScriptCalls | None = None,
+    ) -> None:
         """The order of ``models`` is the order of ViewModels."""
+        self._scripts = scripts
         self.set_models(models)
         self._inference = inference
         self._limits = limits
@@ -61,23 +69,22 @@ class NereidService:
     async def checkpoint(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
-            spec, answer = await self._answer(requests, context)
+            reader = CheckpointReader(self._specs, self._limits, self._budget)
+            try:
+                model = await self._read(reader, requests)
+                # Only now a permit is taken: a client that uploads slowly must not keep others from running.
+                if model.script is not None and self._scripts is not None:
+                    await self._scripts.checkpoint(model, *reader.take_bytes(), context, self._budget)
+                    return
+                answer = await self._inference.run_serialised(model.name, reader.take_request(), context)
+            finally:
+                reader.close()
             # Also what a client is slow to read is held for it.
             self._budget.take(len(answer))
             try:
-                await self._stream(answer, spec, context)
+                await self._stream(answer, model, context)
             finally:
                 self._budget.give_back(len(answer))
-
-    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> tuple[ModelSpec, bytes]:
-        """The model that was asked, and its serialised ModelInferResponse."""
-        reader = CheckpointReader(self._specs, self._limits, self._budget)
-        try:
-            model = await self._read(reader, requests)
-            # Only now a permit is taken: a client that uploads slowly must not keep others from running.
-            return model, await self._inference.run_serialised(model.name, reader.take_request(), context)
-        finally:
-            reader.close()
 
     async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
         try:

@@ -150,6 +150,7 @@ async def _start(
             is_ready=front.is_ready,
             metrics=where.metrics,
             failed=front.failed,
+            scripts=lambda: front.script_counts,
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+import grpc
+
+from nereid_backend.errors import split_code
+
 _LONGEST = 500
 # load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
 _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
@@ -20,6 +24,12 @@ def load_failure(text: str) -> str:
         return "its process ended while it was starting; its last words are in the log above"
     lines = [line.strip().rstrip(";").strip() for line in reason.splitlines()]
     return without_paths(" ".join(line for line in lines if line))[:_LONGEST] or "Triton gave no reason"
+
+
+def canonical(code: str, text: str) -> tuple[str, str]:
+    """The name of the code and the text that an error of a model is meant to have; Triton lacks some codes."""
+    told = split_code(text)
+    return told if told and told[0] in grpc.StatusCode.__members__ else (code, text)
 
 
 def without_paths(text: str) -> str:

@@ -99,6 +99,11 @@ def by_onnx(name: str) -> DType:
     return _lookup("onnx", "ONNX element type", name)
 
 
+def by_numpy_name(name: str) -> DType:
+    """The row of a numpy or ml_dtypes name such as ``float32``. Raises BundleError."""
+    return _lookup("numpy_name", "dtype", name)
+
+
 def by_numpy(dtype: np.dtype[Any]) -> DType:
     """The row of a numpy or ml_dtypes dtype. Raises BundleError."""
     return _lookup("numpy_name", "numpy dtype", dtype.name)

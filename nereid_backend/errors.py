@@ -8,6 +8,7 @@ was expected, what was found and what to do, and never a server path or a traceb
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Any, ClassVar
 
@@ -16,6 +17,18 @@ def short_repr(value: Any) -> str:
     """``repr`` for a message, at most 60 characters: YAML aliases can make a small file print gigabytes."""
     text = reprlib.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Whoever gets a model's error as a text only, or with Triton's codes only, asks with this request parameter for the
+# code before the text.
+CODE_IN_TEXT = "nereid_code_in_text"
+_CODED = re.compile(r"\[([A-Z_]+)\] ")
+
+
+def split_code(text: str) -> tuple[str, str] | None:
+    """The code and the text of an error that was asked for with ``CODE_IN_TEXT``; None for any other."""
+    match = _CODED.search(text)  # an ensemble puts its own name before it
+    return (match[1], text[: match.start()] + text[match.end() :]) if match else None
 
 
 class NereidError(Exception):
@@ -166,3 +179,15 @@ class EngineError(NereidError):
 
 class OutputError(NereidError):
     """The executable gave something else than its specification says."""
+
+
+class OutputRefused(NereidError):
+    """A program left no tensor, or one that the call it was made for cannot carry."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class TimeLimitExceeded(NereidError):
+    """A program ran longer than its folder allows."""
+
+    code = "DEADLINE_EXCEEDED"

@@ -26,12 +26,22 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive flock of ``path``, waiting for it. For short critical sections only."""
+def wait_lock(path: Path) -> int:
+    """Take the exclusive flock of ``path``, waiting for it; the open descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive flock of ``path``, waiting for it. For short critical sections only."""
+    descriptor = wait_lock(path)
+    try:
         yield
     finally:
         os.close(descriptor)

@@ -7,7 +7,6 @@ bounds how many run together.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from nereid_backend import model, user_code
 from nereid_backend.batching import Array, OutputCheck
 from nereid_backend.errors import (
+    CODE_IN_TEXT,
     CallError,
     Cancelled,
     DeadlineExceeded,
@@ -29,13 +29,13 @@ from nereid_backend.errors import (
     NereidError,
     OutputError,
     short_repr,
+    split_code,
 )
 from nereid_backend.hooks import Arrays, MetaModel, NamedArray, by_name
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 from nereid_backend.tensors import TensorAccess
 
 # BLS on Triton 2.51 makes every error INTERNAL: our own runtime writes the code before its text when asked to.
-_CODE_IN_TEXT = re.compile(r"\[([A-Z_]+)\] ")
 _BY_CODE: dict[str, type[NereidError]] = {
     cls.code: cls for cls in (InvalidArgument, DeadlineExceeded, ModelUnavailable, Cancelled)
 }
@@ -150,7 +150,7 @@ class _Callee:
             model_name=spec.name,
             inputs=tensors,
             requested_output_names=names,
-            parameters={model.CODE_IN_TEXT: True},
+            parameters={CODE_IN_TEXT: True},
         )
         response = request.exec()
         if response.has_error():
@@ -200,8 +200,8 @@ def _outward(spec: ModelSpec, tensor: TensorSpec, array: Array) -> Array:
 
 def _error(callee: str, text: str) -> NereidError:
     """The error of a callee with its meaning, as far as Triton lets it through."""
-    if told := _CODE_IN_TEXT.search(text):  # an ensemble puts its own name before it
-        return _BY_CODE.get(told[1], EngineError)(text[: told.start()] + text[told.end() :])
+    if told := split_code(text):
+        return _BY_CODE.get(told[0], EngineError)(told[1])
     if any(words in text for words in _AWAY):
         return ModelUnavailable(f"model {callee!r} is not available at the moment; try later")
     return EngineError(f"model {callee!r} failed: {(text.splitlines() or [''])[0]}")

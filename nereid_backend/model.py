@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from nereid_backend.batching import Array
 from nereid_backend.engines import Engine, engine_class
-from nereid_backend.errors import Cancelled, InvalidArgument, NereidError
+from nereid_backend.errors import CODE_IN_TEXT, Cancelled, InvalidArgument, NereidError
 from nereid_backend.executor import Executor
 from nereid_backend.pipeline import Pipeline
 from nereid_backend.spec import ModelSpec
@@ -26,9 +26,6 @@ from nereid_backend.tensors import TensorAccess
 # Asking Triton whether a request was cancelled is a round trip to the server process. It is worth it only where a
 # run costs much more than the question.
 CANCEL_CHECK_MIN_RUN_S = 0.005
-
-# A caller that gets texts only (BLS drops codes) asks with this request parameter for the code before the text.
-CODE_IN_TEXT = "nereid_code_in_text"
 
 _TRITON_CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
@@ -43,7 +40,7 @@ class TritonPythonModel:
     """Serves one ModelSpec with one engine."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        _open_streams()
+        open_streams()
         directory = Path(args["model_repository"]) / args["model_version"]
         try:
             self._open(ModelSpec.read(directory), directory)
@@ -76,7 +73,7 @@ class TritonPythonModel:
         for index, request in enumerate(requests):
             try:
                 if ask and request.is_cancelled():
-                    responses[index] = _failure("the request was cancelled", "CANCELLED")
+                    responses[index] = failure("the request was cancelled", "CANCELLED")
                     continue
                 arrays = self._read_inputs(request)
             except Exception as error:  # noqa: BLE001 - one unreadable request must not fail its neighbours
@@ -120,7 +117,7 @@ class TritonPythonModel:
         text, code = self._told(request, error)
         if CODE_IN_TEXT in request.parameters():
             text = f"[{code}] {text}"
-        return _failure(text, code)
+        return failure(text, code)
 
     def _told(self, request: Any, error: BaseException) -> tuple[str, str]:
         name, request_id = self._spec.name, request.request_id() or "-"
@@ -136,13 +133,14 @@ class TritonPythonModel:
         return f"model {name!r} failed with {type(error).__name__}; the server's log has the details", "INTERNAL"
 
 
-def _open_streams() -> None:
+def open_streams() -> None:
     """Let prints appear at once and survive any text: the 2.51 stub's streams are block-buffered ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-def _failure(message: str, code: str) -> Any:
+def failure(message: str, code: str) -> Any:
+    """An error response."""
     triton_code = getattr(pb_utils.TritonError, _TRITON_CODES.get(code, "INTERNAL"))
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, triton_code))

@@ -86,6 +86,20 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Script:
+    """A program of the user's, run once per request (:mod:`nereid_backend.scripts`).
+
+    ``children`` run at a time, more wait. ``preload`` names what a warm worker imports; empty starts an interpreter per
+    request. ``any_dtype``: a flat contract's datatype does not bind what the program writes.
+    """
+
+    children: int
+    time_limit_s: int
+    any_dtype: bool
+    preload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltinSpec:
     """A declared built-in hook: its name in :mod:`nereid_backend.builtins` and its options, resolved."""
 
@@ -138,6 +152,7 @@ class ModelSpec:
     calls: tuple[ModelSpec, ...] | None = None
     hooks: Hooks | None = None
     stages: tuple[ModelSpec, ...] = ()
+    script: Script | None = None
 
     @property
     def artifacts(self) -> tuple[str, ...]:

@@ -57,9 +57,18 @@ def test_f19_a_folder_is_told_by_its_files(files: Any, names: tuple[str, ...], b
     assert detect(files(*names)) == backend
 
 
-@pytest.mark.parametrize("names", [(), (CONTRACT,), ("a.pt",), ("main.py",), (CONTRACT, "saved_model.pb")])
-def test_f19_a_folder_that_fits_nothing_is_refused_with_every_shape(files: Any, names: tuple[str, ...]) -> None:
-    with pytest.raises(BundleError, match=r"neither a bundle .*torch: .*one \.pt; onnx: .*python: main\.py"):
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        ((), "it holds no model file and no model_inference.textproto"),
+        ((CONTRACT,), r"model_inference.textproto needs one model file beside it \(\.pt, \.onnx, .*main\.py with"),
+        ((CONTRACT, "saved_model.pb"), "saved_model.pb with variables/"),
+        (("a.pt",), "a.pt needs model_inference.textproto beside it"),
+        (("main.py",), r"main.py needs requirements.txt beside it \(it may be empty\)"),
+    ],
+)
+def test_f19_a_folder_that_fits_nothing_is_told_what_is_missing(files: Any, names: tuple[str, ...], hint: str) -> None:
+    with pytest.raises(BundleError, match=f"neither a bundle .*: .*{hint}"):
         detect(files(*names))
 
 
@@ -97,9 +106,7 @@ def test_f20_a_folder_holds_exactly_one_model_file(files: Any, backend: str, cou
 @pytest.mark.parametrize(
     ("names", "backend", "words"),
     [
-        (("main.py", "requirements.txt"), None, "script folders .* are not supported"),
-        ((CONTRACT, "main.cpp"), None, r"cpp folders are not supported; export the model as \.onnx"),
-        ((CONTRACT,), "cxx", "cxx folders are not supported"),
+        ((CONTRACT,), "cxx", r"cxx folders are not supported; export the model as \.onnx"),
         ((CONTRACT, "saved_model.pb", "variables/"), None, "TensorFlow runs it while it is converted"),
     ],
 )

@@ -1,6 +1,5 @@
 import ast
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -235,5 +234,6 @@ def test_what_the_converter_remarks_on_a_model_is_logged(folder: Path, caplog: p
         await convert(converter, folder, "fine")
 
     run(scenario)
-    assert ("nereid.convert", logging.WARNING, "model 'fine': fine was made up") in caplog.record_tuples
-    assert ("nereid.convert", logging.INFO, "noise on stdout") in caplog.record_tuples
+    told = [(record.levelname, record.message) for record in caplog.records]
+    assert ("INFO", "model 'fine': fine was made up") in told
+    assert ("INFO", "noise on stdout") in told

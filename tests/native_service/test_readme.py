@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 import yaml
 from serving import Served
+
+from nereid_backend.scripts import frame
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,8 +43,18 @@ def test_the_client_in_the_readme_classifies_digits(
 
 
 def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
-    *_, pipeline = blocks("python")
+    (pipeline,) = (block for block in blocks("python") if "register_meta_model" in block)
     assert pipeline in (ROOT / "tests" / "demo" / "reader" / "hooks.py").read_text()
+
+
+def test_the_script_in_the_readme_answers(tmp_path: Path) -> None:
+    (script,) = (block for block in blocks("python") if "NEREID_OUTPUT_PATH" in block)
+    variables = {"NEREID_INPUT_SHAPE": "1,2", "NEREID_INPUT_DTYPE": "float32", "NEREID_OUTPUT_DTYPE": "float32"}
+    variables["NEREID_OUTPUT_PATH"] = str(tmp_path / "output")
+    data = np.array([1, 2], "<f4").tobytes()
+    done = subprocess.run([sys.executable, "-c", script], env=variables, input=data, stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"got 2 numbers\n"
+    assert frame.read(tmp_path / "output").array.tolist() == [[3, 5]]
 
 
 def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
@@ -62,7 +76,11 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
     from nereid_backend.hooks import InvalidArgument, ModelHooks, NamedArray
     from nereid_backend.spec import ModelSpec, TensorSpec
 
-    _, code, _ = blocks("python")
+    (code,) = (
+        block
+        for block in blocks("python")
+        if "import InvalidArgument, register_model" in block or "register_model(" in block
+    )
     _, declared = blocks("yaml")
     (tmp_path / "hooks.py").write_text(code)
     preprocess = user_code.load(tmp_path, "digits", ModelHooks, "register_model").preprocess

@@ -231,11 +231,11 @@ def test_every_model_that_cannot_be_prepared_is_named_in_one_line(tmp_path: Path
     (models / "broken" / "model.onnx").write_bytes(b"not a model")
     write_adder(models / "script")
     (models / "script" / "model.onnx").unlink()
-    (models / "script" / "main.py").write_text("print(1)\n")
+    (models / "script" / "main.py").write_text("print 1\n")
     (models / "script" / "requirements.txt").write_text("")
     output = failing_start(tmp_path, str(models), "--bind", "127.0.0.1:0")
     assert "model 'broken': model.onnx: ONNX Runtime" in output
-    assert "model 'script': script folders (main.py) are not supported by this version" in output
+    assert "model 'script': main.py is not Python that this interpreter reads" in output
     assert "'adder'" not in output
 
 
