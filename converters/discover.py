@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from converters import manifest as manifests
@@ -10,6 +11,8 @@ from converters.folder import detectors
 from converters.kinds import FILE_KINDS
 from converters.manifest import MANIFEST_FILE
 from nereid_backend.errors import ManifestError
+
+_LOG = logging.getLogger("nereid.convert")
 
 
 def is_model(path: Path) -> bool:
@@ -24,12 +27,23 @@ def is_model(path: Path) -> bool:
 
 
 def find(path: Path) -> list[Path]:
-    """``path`` itself when it is a model, else the models directly below it, by name; hidden entries are skipped."""
+    """``path`` itself when it is a model, else the models directly below it, by name.
+
+    Hidden entries are skipped, and with a warning those that may not be looked into.
+    """
     if is_model(path):
         return [path]
     if not path.is_dir():
         return []
-    return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and is_model(entry))
+    return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and _is_readable_model(entry))
+
+
+def _is_readable_model(entry: Path) -> bool:
+    try:
+        return is_model(entry)
+    except PermissionError:  # the lost+found of a mounted volume, a folder of somebody else
+        _LOG.warning("%s is passed over: it may not be read", entry)
+        return False
 
 
 def calls_of(source: Path) -> tuple[str, ...] | None:

@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 from pydantic import ValidationError
 
 from native_service import processes
-from native_service.settings import DEFAULT_CAPACITY, ModelSettings, Settings
+from native_service.settings import DEFAULT_CAPACITY, NAME_RULE, ModelSettings, Settings
 from nereid_backend.errors import BundleError, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -101,8 +101,12 @@ class Converter:
             if name in models:
                 problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
                 continue
-            settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
-            models[name] = Source(Path(path), settings_of_model, _names(calls))
+            try:
+                settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
+            except ValidationError:
+                problems.append(f"{short_repr(path)} cannot be served: its name {NAME_RULE}; rename it")
+            else:
+                models[name] = Source(Path(path), settings_of_model, _names(calls))
         called = {callee for source in models.values() for callee in source.calls or ()}
         return _callees_first(replace(source, hidden=name in called) for name, source in models.items()), problems
 

@@ -116,23 +116,33 @@ class EnvoyServer:
         """Serve exactly ``models``; calls in progress, also of models that go, are not disturbed.
 
         Returns when the permits of those that go are back, or after ten seconds. Raises EnvoyUnavailable when Envoy
-        refuses the new files; it then goes on with the old ones.
+        refuses the new files or dies meanwhile; then those from before are served.
         """
         if self._settings is None:
             raise EnvoyUnavailable("Envoy has not been started")
         async with self._changing:
             await self._validate(self._settings, models)
-            staying = {model.spec.name for model in models}
-            going = [model for model in self._models if model.spec.name not in staying]
-            # A route may only name clusters that are there: they come before it and go after it.
-            await self._replace(
-                envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*models, *going])
-            )
-            await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, models))
-            if going:
-                await self._until_back({model.spec.name for model in going})
-                await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, models))
+            try:
+                await self._switch(self._settings, models)
+            except EnvoyUnavailable:
+                # Also an Envoy that has died half-way, and reads the files when it is started again.
+                coming = [model for model in models if model.spec.name not in {old.spec.name for old in self._models}]
+                self._write(
+                    envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*self._models, *coming])
+                )
+                self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
+                raise
             self._models = list(models)
+
+    async def _switch(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
+        staying = {model.spec.name for model in models}
+        going = [model for model in self._models if model.spec.name not in staying]
+        # A route may only name clusters that are there: they come before it and go after it.
+        await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, [*models, *going]))
+        await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
+        if going:
+            await self._until_back({model.spec.name for model in going})
+            await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
 
     async def _until_back(self, models: Collection[str]) -> None:
         """Wait until no call holds a permit of ``models``, which no route leads to any more."""
@@ -253,11 +263,14 @@ class EnvoyServer:
         try:
             async with asyncio.timeout(_VALIDATE_TIMEOUT_S):
                 output, _ = await process.communicate()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
+        except TimeoutError:
+            raise EnvoyUnavailable(
+                f"{self._program.name} did not check its files within {_VALIDATE_TIMEOUT_S:g} s"
+            ) from None
+        finally:
+            if process.returncode is None:
                 process.kill()
-            await process.wait()
-            raise
+                await process.wait()
         if process.returncode != 0:
             lines = output.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
             raise EnvoyUnavailable(f"{self._program.name} refuses the generated configuration: {lines[-1]}")

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from native_service.metrics import Failed, with_failures
 from native_service.script_calls import Counts, with_script_counts
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
+_LOG = logging.getLogger("nereid.http")
+
 _METRICS_TIMEOUT_S = 5.0
 _METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+
+
+def _is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
+    # aiohttp tells bytes that are no HTTP with a traceback each: anybody could fill the log.
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+_LOG.addFilter(_is_not_about_bad_bytes)
 
 
 class HttpEndpoints:
@@ -54,7 +66,7 @@ class HttpEndpoints:
             ]
         )
         self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
-        self._runner = web.AppRunner(application, access_log=None)
+        self._runner = web.AppRunner(application, access_log=None, logger=_LOG)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._bind.host, self._bind.port).start()

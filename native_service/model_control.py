@@ -236,7 +236,7 @@ class ModelControl:
         try:
             fresh = reread()
         except SettingsError as error:
-            self._complain(f"{error}; the settings from before hold")
+            self._complain(f"{'; '.join(str(error).splitlines())}; the settings from before hold")
             return
         if fresh.server != self._settings.server:
             self._complain("the section server of the settings has changed; it takes a restart")

@@ -21,6 +21,7 @@ DEFAULT_FILE = "nereid.yaml"
 DEFAULT_BIND = "127.0.0.1:50051"
 DEFAULT_CAPACITY = 16
 DEFAULT_SIGNATURE = "serving_default"
+NAME_RULE = "may hold letters, digits, '_', '.' and '-' only"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
@@ -69,7 +70,7 @@ def _not_blank(text: str) -> str:
 def _model_name(text: str) -> str:
     # The name becomes a folder and a gRPC service name; Triton 2.70 and newer refuse other characters as well.
     if not _NAME.fullmatch(_not_blank(text)) or set(text) == {"."}:
-        raise ValueError("may hold letters, digits, '_', '.' and '-' only")
+        raise ValueError(NAME_RULE)
     return text
 
 

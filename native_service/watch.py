@@ -33,13 +33,17 @@ async def settled(folder: Path, *, as_one: bool = False) -> AsyncGenerator[Mappi
     """
     before: Mapping[str, Fingerprint] = {}
     view: dict[str, Fingerprint] = {}
+    is_readable = True
     async for _ in _ticks(folder):
         while True:
             try:
                 now = await asyncio.to_thread(scan, folder, as_one=as_one)
             except OSError as error:
-                _LOG.warning("%s cannot be read (%s); what is served stays", folder, error.strerror)
+                if is_readable:  # once, not at every look
+                    _LOG.warning("%s cannot be read (%s); what is served stays", folder, error.strerror)
+                is_readable = False
                 break
+            is_readable = True
             still = {name for name in now if before.get(name) == now[name]}
             view = {name: view[name] for name in view if name in now or name in before}
             view |= {name: now[name] for name in still}

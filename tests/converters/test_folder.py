@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,24 @@ def test_models_below_a_folder_are_found_by_name_and_hidden_ones_skipped(files: 
     assert find(tmp_path / "a") == [tmp_path / "a"]
     assert (find(tmp_path / "missing"), find(tmp_path / "e.txt"), find(tmp_path / "text")) == ([], [], [])
     assert (is_model(tmp_path / "d.onnx"), is_model(tmp_path / "e.txt")) == (True, False)
+
+
+def test_what_may_not_be_looked_into_does_not_hide_the_models_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("lost+found", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.yaml").touch()
+    stat = os.stat
+
+    def guarded(path: Any, *arguments: Any, **options: Any) -> Any:  # tests may run as root, who may look anywhere
+        if str(path).startswith(str(tmp_path / "lost+found") + "/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", guarded)
+    assert find(tmp_path) == [tmp_path / "model"]
+    assert "lost+found is passed over" in caplog.text
 
 
 # ONNX under a contract.

@@ -153,6 +153,21 @@ def test_a_folder_that_cannot_be_served_is_told(folder: Path, names: list[str], 
     run(scenario)
 
 
+def test_an_entry_whose_name_cannot_be_a_model_s_does_not_hide_the_others(folder: Path) -> None:
+    for name in ("my model.onnx", "%s\n.onnx", "fine.onnx"):
+        (folder / name).touch()
+
+    async def scenario(converter: Converter) -> None:
+        sources, problems = await converter.sources(settings.for_folder(folder))
+        assert [source.name for source in sources] == ["fine"]
+        for problem, name in zip(problems, ("%s\\n.onnx", "my model.onnx"), strict=True):
+            assert name in problem
+            assert "rename it" in problem
+            assert "\n" not in problem
+
+    run(scenario)
+
+
 def test_named_models_are_looked_up_and_all_missing_ones_told(folder: Path) -> None:
     (folder / "a").mkdir()
     (folder / "b.onnx").touch()

@@ -610,11 +610,58 @@ def test_the_counts_outlive_envoy(fronting: Fronting, spec: Spec) -> None:
     asyncio.run(scenario())
 
 
+def test_an_envoy_that_hangs_while_it_checks_changes_nothing(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            monkeypatch.setattr(envoy_process, "_VALIDATE_TIMEOUT_S", 0.0)
+            with pytest.raises(EnvoyUnavailable, match="did not check"):
+                await service.front.set_models([Admitted(spec("guest"), 1)])
+            assert (await infer(service.channel)).outputs
+
+    asyncio.run(scenario())
+
+
 def test_what_envoy_refuses_changes_nothing(fronting: Fronting, spec: Spec) -> None:
     async def scenario() -> None:
         async with fronting(spec()) as service:
             with pytest.raises(EnvoyUnavailable, match="refuses the generated configuration"):
                 await service.front.set_models([Admitted(spec(), -1)])
             assert (await infer(service.channel)).outputs
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("served_next", "write"), [(["adder", "guest"], 1), (["adder", "guest"], 2), *((["adder"], n) for n in (1, 2, 3))]
+)
+def test_an_envoy_that_dies_during_a_change_comes_back_with_the_models_from_before(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch, served_next: list[str], write: int
+) -> None:
+    writes = 0
+    original = envoy_process.EnvoyServer._write
+
+    def killing(envoy: Any, file: str, content: Any) -> None:
+        nonlocal writes
+        original(envoy, file, content)
+        writes += 1
+        if writes == write:
+            os.kill(envoy.pid, signal.SIGKILL)
+
+    async def scenario() -> None:
+        async with fronting(spec(), spec("other")) as service:
+            pid = service.front.envoy_pid
+            monkeypatch.setattr(envoy_process.EnvoyServer, "_write", killing)
+            with pytest.raises(EnvoyUnavailable):
+                await service.front.set_models([Admitted(spec(name), 1) for name in served_next])
+            async with asyncio.timeout(10):
+                while service.front.envoy_pid == pid or not await service.front.admin.is_ready():
+                    await asyncio.sleep(0.01)
+            for name in ("adder", "other"):
+                for shape in ((1, 16), (16,)):
+                    assert (await infer(service.channel, infer_request(shape, name), wait_for_ready=True)).outputs
+            code, _ = await status(infer(service.channel, infer_request(model="guest")))
+            assert code is grpc.StatusCode.NOT_FOUND
 
     asyncio.run(scenario())

@@ -21,7 +21,7 @@ nv_inference_count{model="m",version="1"} 7
 
 
 @asynccontextmanager
-async def endpoints(ready: bool = True) -> AsyncIterator[tuple[Address, web.AppRunner]]:
+async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, web.AppRunner]]:
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=METRICS)
 
@@ -32,6 +32,8 @@ async def endpoints(ready: bool = True) -> AsyncIterator[tuple[Address, web.AppR
     await web.TCPSite(triton, "127.0.0.1", 0).start()
 
     async def is_ready() -> bool:
+        if ready is None:
+            raise ZeroDivisionError
         return ready
 
     async def failed() -> Failed:
@@ -83,6 +85,34 @@ def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
                 assert answer.status == 503
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\n", b"\x16\x03\x01"]
+)
+def test_what_is_no_http_leaves_no_trace_in_the_log(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with endpoints() as (address, _):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(data)
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+
+    asyncio.run(scenario())
+    assert caplog.records == []
+
+
+def test_a_question_that_fails_in_our_code_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with (
+            endpoints(ready=None) as (address, _),
+            ClientSession() as session,
+            session.get(f"http://{address}/v2/health/ready") as answer,
+        ):
+            assert answer.status == 500
+
+    asyncio.run(scenario())
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_port_somebody_has_is_one_message() -> None:

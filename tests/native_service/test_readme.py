@@ -18,6 +18,12 @@ from nereid_backend.scripts import frame
 ROOT = Path(__file__).resolve().parents[2]
 
 
+DIGITS = {
+    "executable_inputs": [{"name": "pixels", "dtype": "f32", "shape": "cn", "dims": {"c": 64}}],
+    "executable_outputs": [{"name": "probabilities", "dtype": "f32", "shape": "kn", "dims": {"k": 10}}],
+}
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
@@ -89,6 +95,11 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
     assert (name, pixels.dtype, pixels.shape) == ("pixels", np.float32, (2, 64))
     with pytest.raises(InvalidArgument, match="from 0 to 16"):
         preprocess([NamedArray("image", image.array + np.uint8(1))])
+    (inputs,) = re.findall(r"`(client_inputs: \[.*?\])`", (ROOT / "README.md").read_text())
+    parsed = manifest.parse({"format_version": "2.1", **DIGITS, **yaml.safe_load(inputs)}, has_hook=True)
+    row = [TensorSpec("pixels", "f32", (-1, 64), 0)], [TensorSpec("probabilities", "f32", (-1, 10), 0)]
+    digits = hooks.attach(Prepared(ModelSpec("digits", "stablehlo", "stablehlo", *row, ()), {}), parsed, tmp_path).spec
+    assert [(t.name, t.dtype, t.shape) for t in digits.client_inputs] == [("image", "u8", (-1, 64))]
     (tmp_path / "hooks.py").unlink()
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n")
     (tmp_path / "labels.txt").write_text("negative\npositive\n")

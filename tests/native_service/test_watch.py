@@ -105,7 +105,9 @@ def test_a_model_replaced_in_two_steps_is_never_told_as_gone(folder: Path) -> No
     run(folder, scenario)
 
 
-def test_a_folder_that_cannot_be_read_tells_nothing_and_is_followed_again_when_it_is_back(folder: Path) -> None:
+def test_a_folder_that_cannot_be_read_tells_nothing_and_is_followed_again_when_it_is_back(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(folder / "model")
 
     async def scenario(views: Views) -> None:
@@ -115,6 +117,7 @@ def test_a_folder_that_cannot_be_read_tells_nothing_and_is_followed_again_when_i
         await asyncio.sleep(1.5)
         assert views.all[count:] in ([], [views.all[-1]] * (len(views.all) - count))
         assert views.names == {"model"}
+        assert caplog.text.count("cannot be read") == 1
         folder.with_name("elsewhere").rename(folder)
         write(folder / "second")
         await views.until(lambda: views.names == {"model", "second"})
