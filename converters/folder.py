@@ -68,11 +68,26 @@ def detect(folder: Path, backend: str | None = None) -> str:
         ours = {kind.name for kind in file_kinds()} - {"torch", "onnx"}
         found = [name for name in found if name not in ours]
     if not found:
-        shapes = "; ".join(f"{name}: {wants}" for name, (_, wants) in known.items())
-        raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder ({shapes})")
+        raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder: {_missing(folder)}")
     if len(found) > 1:
         raise BundleError(f"the folder matches several backends ({', '.join(found)}); set backend to one of them")
     return found[0]
+
+
+def _missing(folder: Path) -> str:
+    """What would make the folder one of ours, as near as its files tell."""
+    if (folder / "main.py").exists():
+        return "main.py needs requirements.txt beside it (it may be empty)"
+    if (folder / CONTRACT_FILE).exists():
+        suffixes = ", ".join(kind.suffix_text for kind in file_kinds())
+        return (
+            f"{CONTRACT_FILE} needs one model file beside it ({suffixes}), saved_model.pb with variables/, main.cpp, "
+            "build.sh, model, or main.py with requirements.txt"
+        )
+    models = sorted(path.name for path in folder.iterdir() if any(kind.matches(path) for kind in file_kinds()))
+    if models:
+        return f"{models[0]} needs {CONTRACT_FILE} beside it"
+    return f"it holds no model file and no {CONTRACT_FILE}"
 
 
 def read(

@@ -25,6 +25,7 @@ from nereid_backend.errors import BundleError, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.convert")
+_CHILDS_LEVELS = logging.getLevelNamesMapping()
 
 # A specification names every weight of its model.
 _LONGEST_ANSWER = 64 * 1024 * 1024
@@ -225,7 +226,11 @@ def _callees_first(sources: Iterable[Source]) -> list[Source]:
 
 async def _log(stream: asyncio.StreamReader) -> None:
     async for line in processes.lines(stream):
-        _LOG.info("%s", line)
+        level, _, text = line.partition(" ")
+        if level in _CHILDS_LEVELS:
+            _LOG.log(_CHILDS_LEVELS[level], "%s", text)
+        else:  # printed by a library
+            _LOG.info("%s", line)
 
 
 def _find(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         link=request["link"],
     )
     for note in prepared.notes:
-        logging.getLogger("nereid.convert").warning("model %r: %s", prepared.spec.name, note)
+        _LOG.info("model %r: %s", prepared.spec.name, note)
     check_device(prepared.spec)
     return {"spec": prepared.spec.to_json()}
 
@@ -273,8 +278,8 @@ def _answer_requests(requests: TextIO, answers: TextIO) -> None:
             answer = work[request["do"]](request)
         except NereidError as error:
             answer = {"error": str(error)}
-        except Exception as error:  # the edge of this process: the parent fails this one model
-            logging.getLogger("nereid.convert").exception("conversion of %s failed", request.get("path"))
+        except Exception as error:  # noqa: BLE001 - the edge of this process: the parent fails this one model
+            _LOG.exception("conversion of %s failed", request.get("path"))
             answer = {"error": f"{type(error).__name__}: {error} (a bug in the converter; see the log above)"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
@@ -282,6 +287,7 @@ def _answer_requests(requests: TextIO, answers: TextIO) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    _LOG.setLevel(logging.INFO)
     logging.getLogger("nereid.environments").setLevel(logging.INFO)  # a build takes minutes
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as private:
         # Libraries print to stdout; only answers may go to the parent.

@@ -37,6 +37,7 @@ class BackgroundHandler(logging.Handler):
         with self._changed:
             if self._waiting_bytes + len(line) > self._most_bytes:
                 self._dropped += 1
+                self._changed.notify_all()
                 return
             self._lines.append(line)
             self._waiting_bytes += len(line)
@@ -56,7 +57,7 @@ class BackgroundHandler(logging.Handler):
     def _write(self) -> None:
         while True:
             with self._changed:
-                while not self._lines:
+                while not self._lines and not self._dropped:
                     self._changed.wait()
                 lines, dropped = self._lines, self._dropped
                 self._lines, self._dropped = [], 0

@@ -56,9 +56,18 @@ def test_f19_a_folder_is_told_by_its_files(files: Any, names: tuple[str, ...], b
     assert detect(files(*names)) == backend
 
 
-@pytest.mark.parametrize("names", [(), (CONTRACT,), ("a.pt",), ("main.py",), (CONTRACT, "saved_model.pb")])
-def test_f19_a_folder_that_fits_nothing_is_refused_with_every_shape(files: Any, names: tuple[str, ...]) -> None:
-    with pytest.raises(BundleError, match=r"neither a bundle .*torch: .*one \.pt; onnx: .*python: main\.py"):
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        ((), "it holds no model file and no model_inference.textproto"),
+        ((CONTRACT,), r"model_inference.textproto needs one model file beside it \(\.pt, \.onnx, .*main\.py with"),
+        ((CONTRACT, "saved_model.pb"), "saved_model.pb with variables/"),
+        (("a.pt",), "a.pt needs model_inference.textproto beside it"),
+        (("main.py",), r"main.py needs requirements.txt beside it \(it may be empty\)"),
+    ],
+)
+def test_f19_a_folder_that_fits_nothing_is_told_what_is_missing(files: Any, names: tuple[str, ...], hint: str) -> None:
+    with pytest.raises(BundleError, match=f"neither a bundle .*: .*{hint}"):
         detect(files(*names))
 
 

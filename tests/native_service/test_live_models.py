@@ -77,7 +77,8 @@ def test_only_what_the_settings_list_can_be_loaded_and_unloaded(tmp_path: Path) 
         with pytest.raises(InferenceServerException):
             client.load_model("adder", client_timeout=0.05)
         serving.until(lambda: serving.amount() == 1)  # though whoever asked for it has gone
-        serving.until(lambda: len(stubs(serving.served, "adder")) == 1)  # the one from before takes a second to go
+        # The process from before the unload may take a moment to go.
+        serving.until(lambda: len(stubs(serving.served, "adder")) == 1)
         (process,) = stubs(serving.served, "adder")
         os.kill(process, signal.SIGKILL)
         client.load_model("adder")
