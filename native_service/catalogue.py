@@ -44,9 +44,8 @@ class ServedModel:
     spec: ModelSpec
     triton_models: tuple[str, ...]
 
-    @property
-    def admitted(self) -> Admitted:
-        return Admitted(self.spec, self.source.settings.queue_capacity)
+    def admitted(self, *, away: bool) -> Admitted:
+        return Admitted(self.spec, self.source.settings.queue_capacity, away)
 
 
 class Catalogue:
@@ -57,6 +56,7 @@ class Catalogue:
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
+        self._told: list[Admitted] = []
 
     @property
     def models(self) -> Mapping[str, Admitted]:
@@ -74,7 +74,8 @@ class Catalogue:
 
     async def open(self, front: Front, server: ServerSettings, control: ModelControl | None) -> Address:
         """Open the public address for what has been loaded; ``front`` is told of every change from then on."""
-        address = await front.start(self._admitted(self._served), server, control)
+        self._told = self._admitted(self._served)
+        address = await front.start(self._told, server, control)
         self._front = front
         return address
 
@@ -125,10 +126,32 @@ class Catalogue:
         self._set(left)
         await self._drop(gone)
 
+    def find_dead(self) -> list[str]:
+        """What is served, hidden models too, by processes of which one has died."""
+        dead = self._triton.find_dead()
+        return [name for name, model in self._served.items() if not dead.isdisjoint(model.triton_models)]
+
+    async def route_dead(self) -> None:
+        """Let callers of what has died know, and of what has come back. Raises EnvoyUnavailable."""
+        self._set(self._served)
+        await self._publish(self._served)
+
+    async def revive(self, name: str) -> None:
+        """Start again what has died of ``name``, and route to it. Raises NereidError."""
+        for model in self._served[name].triton_models:
+            if model in self._triton.find_dead():
+                await self._load_anew(model)
+        await self.route_dead()
+
+    async def _load_anew(self, model: str) -> None:
+        # Triton takes a directory for changed only when something in it is newer than before.
+        os.utime(self._run.repository / model / VERSION)
+        await self._triton.load(model, self._load_timeout_s)
+
     def _set(self, served: dict[str, ServedModel]) -> None:
         self._served = served
         self._public.clear()
-        self._public.update((model.spec.name, model.admitted) for model in served.values() if not model.source.hidden)
+        self._public.update((model.spec.name, model) for model in self._admitted(served))
 
     async def _bring(self, new: ServedModel, old: ServedModel | None, fresh: Path, before: Path) -> None:
         """Load ``new`` from ``fresh`` and route to it; the directories it replaces end in ``before``."""
@@ -147,6 +170,8 @@ class Catalogue:
                     moved.append(model)
                     _move(repository / model, before / model)
                     _move(fresh / model, repository / model)
+                elif model in self._triton.find_dead():
+                    os.utime(repository / model / VERSION)
                 await self._triton.load(model, self._load_timeout_s)
                 loaded.append(model)
             await self._publish({**self._served, new.spec.name: new})
@@ -163,9 +188,7 @@ class Catalogue:
         """Undo a load that went well in a change that did not."""
         try:
             if was_there:
-                # Triton takes a directory for changed only when something in it is newer than before.
-                os.utime(self._run.repository / model / VERSION)
-                await self._triton.load(model, self._load_timeout_s)
+                await self._load_anew(model)
             else:
                 await self._triton.unload(model)
         except NereidError as error:
@@ -181,12 +204,19 @@ class Catalogue:
 
     async def _publish(self, served: Mapping[str, ServedModel]) -> None:
         # Before the address is open there is nobody to tell.
-        if self._front is not None and self._admitted(served) != self._admitted(self._served):
-            await self._front.set_models(self._admitted(served))
+        admitted = self._admitted(served)
+        if self._front is not None and admitted != self._told:
+            await self._front.set_models(admitted)
+            self._told = admitted
 
-    @staticmethod
-    def _admitted(served: Mapping[str, ServedModel]) -> list[Admitted]:
-        return [model.admitted for model in served.values() if not model.source.hidden]
+    def _admitted(self, served: Mapping[str, ServedModel]) -> list[Admitted]:
+        """The public models of ``served``; away are those of which a process has died, and those that call one."""
+        dead = self._triton.find_dead()
+        away = {name for name, model in served.items() if not dead.isdisjoint(model.triton_models)}
+        # A meta model may call another one.
+        while more := {name for name, model in served.items() if not away.isdisjoint(model.source.calls or ())} - away:
+            away |= more
+        return [model.admitted(away=name in away) for name, model in served.items() if not model.source.hidden]
 
 
 def _check_memory(name: str, fresh: Path) -> None:

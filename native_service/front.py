@@ -41,6 +41,7 @@ class Front:
         self._program, self._run, self._triton = envoy, run, triton
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
+        self._inference: Inference | None = None
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._specs: list[ModelSpec] = []
@@ -66,7 +67,7 @@ class Front:
         specs = self._specs
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
-        inference = Inference(channel, self._refusals)
+        self._inference = inference = Inference(channel, self._refusals)
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
@@ -117,12 +118,14 @@ class Front:
     async def set_models(self, models: Sequence[Admitted]) -> None:
         """Serve exactly ``models``, which Triton has loaded; calls in progress are not disturbed.
 
+        Calls of those that are away end with UNAVAILABLE, whatever becomes of Envoy.
         Those that go are done with when this returns, but for calls that take longer than ten seconds.
         Raises EnvoyUnavailable; then the models from before are served.
         """
-        if self._envoy is None:
+        if self._envoy is None or self._inference is None or self._server is None:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
+        self._inference.away = frozenset(model.spec.name for model in models if model.away)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
         self._tell([spec for spec in specs if spec.name in known])
@@ -134,8 +137,7 @@ class Front:
         finally:
             self._specs = specs
             self._tell(specs)
-        if self._server is not None:
-            await self._server.set_models([spec.name for spec in specs])
+        await self._server.set_models([spec.name for spec in specs], self._inference.away)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,18 +11,22 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from native_service.envoy_config import CLUSTER_HEADER, RETRY_AFTER_S, model_cluster
+from native_service.envoy_config import CLUSTER_HEADER, PROCESS_DIED, RETRY_AFTER_S, STUB_IS_DEAD, model_cluster
 from native_service.metrics import Refusals
 from native_service.triton_errors import canonical
-from nereid_backend.errors import DeadlineExceeded, InvalidArgument, NereidError, ResourceExhausted
+from nereid_backend.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ModelUnavailable,
+    NereidError,
+    ResourceExhausted,
+)
 
 _LOG = logging.getLogger("nereid.service")
 
 _RETRY_AFTER = "retry-after"
 # A status travels in HTTP/2 headers, whose size every client limits; requests may hold names of any length.
 _LONGEST_TEXT = 500
-# Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
-_STUB_IS_DEAD = "is not healthy"
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
 _SHORTEST_DEADLINE_S = 0.010
 
@@ -33,6 +37,8 @@ class Inference:
     def __init__(self, channel: Any, refusals: Refusals) -> None:
         """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
         self.refusals = refusals
+        self.away: Collection[str] = ()
+        """The models whose calls cannot run at the moment."""
         method = "/inference.GRPCInferenceService/ModelInfer"
         self._infer = channel.unary_unary(
             method,
@@ -56,7 +62,11 @@ class Inference:
         return answer
 
     def _time_left(self, model: str, context: Any) -> float | None:
-        """Seconds the client still waits, None when it waits for ever. Raises DeadlineExceeded."""
+        """Seconds the client still waits, None when it waits for ever. Raises ModelUnavailable, DeadlineExceeded."""
+        if model in self.away:
+            gone = ModelUnavailable(f"model {model!r} is being started again after its process died, retry later")
+            self.refusals.add(model, gone)
+            raise gone
         left: float | None = context.time_remaining()
         if left is not None and left < _SHORTEST_DEADLINE_S:
             error = DeadlineExceeded("the deadline leaves no time to run the model")
@@ -80,9 +90,8 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode[error.code], shown(error), hint)
     except grpc.aio.AioRpcError as error:
         # Triton's own code and words: the runtime inside has made them fit for a client.
-        if _STUB_IS_DEAD in (error.details() or ""):
-            _LOG.error("%s; its process has died, restart the server", error.details())
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model's process has died; try later")
+        if STUB_IS_DEAD in (error.details() or ""):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, PROCESS_DIED)
         hints = tuple(pair for pair in _metadata_of(error) if pair[0] == _RETRY_AFTER)
         code, text = canonical(error.code().name, error.details() or "Triton gave no reason")
         await context.abort(grpc.StatusCode[code], text, hints)

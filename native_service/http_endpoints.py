@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from native_service.metrics import Failed, with_failures
+from native_service.envoy_config import Admitted
+from native_service.metrics import Failed, restarts_text, with_failures
 from native_service.script_calls import Counts, with_script_counts
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
@@ -35,16 +36,18 @@ class HttpEndpoints:
         self,
         bind: Address,
         *,
-        models: Collection[str],
+        models: Mapping[str, Admitted],
         is_ready: Callable[[], Awaitable[bool]],
         metrics: str,
         failed: Callable[[], Awaitable[Failed]],
         scripts: Callable[[], Mapping[str, Counts]] = dict,
+        restarts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
         Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not, ``scripts`` those it counts
-        wrongly."""
+        wrongly; ``restarts`` of models whose process died."""
         self._scripts = scripts
+        self._restarts = restarts
         self._bind = bind
         self._models = models
         self._is_ready = is_ready
@@ -88,8 +91,9 @@ class HttpEndpoints:
         return web.Response(status=200 if await self._is_ready() else 400)
 
     async def _model_ready(self, request: web.Request) -> web.Response:
-        known = request.match_info["model"] in self._models and request.match_info.get("version", "1") == "1"
-        return web.Response(status=200 if known and await self._is_ready() else 400)
+        model = self._models.get(request.match_info["model"])
+        there = model is not None and not model.away and request.match_info.get("version", "1") == "1"
+        return web.Response(status=200 if there and await self._is_ready() else 400)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         if self._session is None:
@@ -99,7 +103,7 @@ class HttpEndpoints:
                 if answer.status != 200:
                     return web.Response(status=503, text="Triton has no metrics\n")
                 text = with_script_counts(await answer.text(), self._scripts())
-                text = with_failures(text, await self._failed())
+                text = with_failures(text, await self._failed()) + restarts_text(self._restarts())
         except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
             return web.Response(status=503, text="Triton does not answer\n")
         except EnvoyUnavailable as error:

@@ -113,7 +113,7 @@ class KServeService:
         return pb.ServerMetadataResponse(name="nereid", version=_version(), extensions=extensions)
 
     async def _model_ready(self, request: Any, _context: Any) -> Any:
-        if request.name not in self._specs or request.version not in _VERSIONS:
+        if request.name not in self._specs or request.version not in _VERSIONS or request.name in self._inference.away:
             return pb.ModelReadyResponse(ready=False)
         return await self._ask("ModelReady", request)
 
@@ -136,7 +136,7 @@ class KServeService:
         _check_repository(request.repository_name)
         answer = pb.RepositoryIndexResponse()
         for name in self._specs:
-            ready = (await self._ask("ModelReady", pb.ModelReadyRequest(name=name))).ready
+            ready = (await self._model_ready(pb.ModelReadyRequest(name=name), None)).ready
             if ready or not request.ready:
                 answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
         return answer

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from nereid_backend.errors import DeadlineExceeded, ResourceExhausted
+from nereid_backend.errors import DeadlineExceeded, ModelUnavailable, ResourceExhausted
 
 REASONS = REJECTED, CANCELED, BACKEND, OTHER = "REJECTED", "CANCELED", "BACKEND", "OTHER"
 
@@ -21,7 +21,7 @@ _FAILURES = "nv_inference_request_failure"
 # nv_inference_request_failure{model="x",reason="REJECTED",version="1"} 0
 _LINE = re.compile(rf'^({_FAILURES}{{(?=[^}}]*?model="([^"]*)")(?=[^}}]*?reason="([^"]*)")[^}}]*}}) (\S+)$')
 # gRPC's status numbers. An aborted call is Triton's to count, which alone knows whether it ran.
-_ABORTED, _EXHAUSTED, _BROKEN = (None, 1, 4), 8, (2, 13)
+_ABORTED, _EXHAUSTED, _BROKEN = (None, 1, 4), 8, (2, 13, 14)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -60,6 +60,14 @@ def with_failures(text: str, failed: Failed) -> str:
     return "\n".join(lines)
 
 
+def restarts_text(restarts: Mapping[str, int]) -> str:
+    """The series, in Prometheus' format, of how often each model was started again after its process had died."""
+    name = "nereid_model_restarts_total"
+    lines = [f"# HELP {name} Restarts of a model whose process died", f"# TYPE {name} counter"]
+    lines += [f'{name}{{model="{model}"}} {count}' for model, count in restarts.items()]
+    return "\n".join(lines) + "\n"
+
+
 class Refusals:
     """Calls for a served model that our service ended before Envoy was asked for a permit, by model and reason."""
 
@@ -70,6 +78,8 @@ class Refusals:
         """Count the call that ``error`` ended."""
         if isinstance(error, (asyncio.CancelledError, DeadlineExceeded)):
             reason = CANCELED  # the client is gone or about to go
+        elif isinstance(error, ModelUnavailable):
+            reason = BACKEND
         else:
             reason = REJECTED if isinstance(error, ResourceExhausted) else OTHER
         self.counts[model, reason] += 1

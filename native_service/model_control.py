@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -57,8 +58,14 @@ class ModelControl:
         self._unloaded: set[str] = set()
         self._view: Mapping[str, Fingerprint] | None = None
         self._complaints: set[str] = set()
+        self._restarts: Counter[str] = Counter()
         self._turn = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each served model was started again after its process had died."""
+        return {name: self._restarts[name] for name in self._catalogue.specs}
 
     async def convert(self) -> list[tuple[Source, Converted]]:
         """Convert everything the settings name. Raises BundleError with a line per model that failed."""
@@ -100,6 +107,14 @@ class ModelControl:
     async def unload(self, name: str) -> None:
         """Serve ``name`` no longer, until it is loaded by name. Raises NereidError, fit for a caller."""
         await self._in_turn(partial(self._unload, name))
+
+    async def route_dead(self) -> None:
+        """Send the callers of models whose process has died away. Raises NereidError."""
+        await self._in_turn(self._catalogue.route_dead)
+
+    async def revive(self, name: str) -> None:
+        """Serve ``name``, whose process has died, again, if it is still to be served. Raises NereidError."""
+        await self._in_turn(partial(self._revive, name))
 
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
         """Keep up with the folder, and with the list of models that ``reread`` gives, until cancelled."""
@@ -171,6 +186,12 @@ class ModelControl:
         elif name not in self._unloaded and (name not in self._tried or self._tried[name].source.hidden):
             raise NotFound(f"no model {name!r} to unload; RepositoryIndex lists what is served")
         self._unloaded.add(name)
+
+    async def _revive(self, name: str) -> None:
+        if name in self._catalogue.specs:
+            await self._catalogue.revive(name)
+            self._restarts[name] += 1
+            _LOG.info("model %r is back", name)
 
     async def _put(self, source: Source, converter: Converter) -> None:
         staged = await self._stage(source, converter, self._catalogue.specs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -129,6 +129,7 @@ class NativeServer:
 
     def __init__(self, handlers: Sequence[Any], models: Sequence[str], max_message_bytes: int) -> None:
         self._models = tuple(models)
+        self._away: Collection[str] = ()
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
@@ -152,16 +153,22 @@ class NativeServer:
         """What grpc.health.v1 says for the server, the services and every model."""
         answers = health_pb2.HealthCheckResponse
         self._status = answers.SERVING if serving else answers.NOT_SERVING
-        for name in ("", SERVICE, KSERVE, *self._models):
-            await self._health.set(name, self._status)
+        await self._tell(("", SERVICE, KSERVE, *self._models))
 
-    async def set_models(self, models: Sequence[str]) -> None:
-        """The models health is told for; one that went is SERVICE_UNKNOWN to those who watch it."""
+    async def set_models(self, models: Sequence[str], away: Collection[str]) -> None:
+        """The models health is told for, ``away`` those that cannot answer at the moment.
+
+        One that went is SERVICE_UNKNOWN to those who watch it.
+        """
         for name in set(self._models) - set(models):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-        self._models = tuple(models)
-        for name in models:
-            await self._health.set(name, self._status)
+        self._models, self._away = tuple(models), away
+        await self._tell(models)
+
+    async def _tell(self, names: Sequence[str]) -> None:
+        for name in names:
+            away = name in self._away
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING if away else self._status)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish within ``grace_s``, cut the rest."""

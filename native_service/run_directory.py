@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from native_service.stubs import SHARED_MEMORY
 from nereid_backend import locks
 from nereid_backend.cache import PRIVATE
 
 _LOG = logging.getLogger("nereid.run")
 
 MARK = "NEREID_RUN"
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
 _PROC = Path("/proc")
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 with the terminating zero
 _KILL_WAIT_S = 5.0
@@ -119,7 +119,7 @@ def _prefix(run: Path) -> str:
 
 def _clear(run: Path) -> None:
     _kill_marked(run)
-    for region in _SHARED_MEMORY.glob(f"{_prefix(run)}*"):
+    for region in SHARED_MEMORY.glob(f"{_prefix(run)}*"):
         with contextlib.suppress(FileNotFoundError):
             if region.stat().st_uid == os.getuid():
                 region.unlink()

@@ -21,11 +21,19 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from native_service.checkpoint import Budget, output_chunks
+from native_service.envoy_config import PROCESS_DIED
 from native_service.grpc_edge import Inference
 from native_service.infer_messages import Tensor
 from native_service.metrics import BACKEND, CANCELED, OTHER
 from native_service.proto import inference_pb2
-from nereid_backend.errors import CODE_IN_TEXT, DeadlineExceeded, InvalidArgument, OutputRefused, TritonUnavailable
+from nereid_backend.errors import (
+    CODE_IN_TEXT,
+    DeadlineExceeded,
+    InvalidArgument,
+    ModelUnavailable,
+    OutputRefused,
+    TritonUnavailable,
+)
 from nereid_backend.scripts.link import EXIT, FRAME, LINK_SOCKET, PARAMETER, STDERR, STDOUT, TOKEN_BYTES, Header
 from nereid_backend.spec import VARIABLE, ModelSpec
 
@@ -33,7 +41,6 @@ _CONNECT_S = 10.0
 # From the end of the link to the answer: the tensor still has to travel, an error does not.
 _TENSOR_S, _ERROR_S = 60.0, 5.0
 _LONGEST_LINE = 1024 * 1024
-_DISCONNECTED = "the model's process has died; try later"
 
 
 @dataclass(slots=True)
@@ -87,7 +94,7 @@ class _LinkedCall:
         if self._peer is not None:
             await asyncio.wait((self._answer,), timeout=_ERROR_S if self.exit_code is None else _TENSOR_S)
             if not self._answer.done():
-                raise TritonUnavailable(_DISCONNECTED)
+                raise TritonUnavailable(PROCESS_DIED)
         return await self._answer
 
 
@@ -262,8 +269,8 @@ def _reason(error: BaseException) -> str | None:
     if isinstance(error, grpc.aio.AioRpcError):
         gone = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
         return CANCELED if error.code() in gone else None
-    if isinstance(error, DeadlineExceeded):
-        return None  # of the client, and counted where it was noticed
+    if isinstance(error, (DeadlineExceeded, ModelUnavailable)):
+        return None  # counted where it was noticed
     return OTHER if isinstance(error, InvalidArgument) else BACKEND
 
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
 _PROC = Path("/proc")
 
 
@@ -25,6 +26,23 @@ def stubs_of(server: int, model: Path) -> set[int]:
         except OSError:
             continue  # gone meanwhile, or not ours to look at
     return found
+
+
+def is_running(pid: int, model: Path) -> bool:
+    """Whether process ``pid``, a stub of ``model`` once, still is: neither gone nor a zombie nor another by now."""
+    try:
+        return os.fsencode(model / "1" / "model.py") in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def regions_of(pid: int, prefix: str) -> frozenset[Path]:
+    """The files of shared memory whose name begins with ``prefix`` that process ``pid`` has mapped."""
+    try:
+        paths = {line.split(maxsplit=5)[-1] for line in (_PROC / str(pid) / "maps").read_text().splitlines()}
+    except OSError:
+        return frozenset()
+    return frozenset(Path(path) for path in paths if path.startswith(f"{SHARED_MEMORY}/{prefix}"))
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -24,6 +24,7 @@ from native_service.model_control import ModelControl
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
 from native_service.triton_process import SOCKET_SUFFIX, TritonServer
+from native_service.watchdog import Watchdog
 from nereid_backend.cache import cache_folder
 from nereid_backend.errors import SettingsError
 
@@ -151,21 +152,25 @@ async def _start(
             metrics=where.metrics,
             failed=front.failed,
             scripts=lambda: front.script_counts,
+            restarts=lambda: control.restarts,
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
         following = asyncio.create_task(control.follow(options.reread))
-        following.add_done_callback(_report_failure)
+        following.add_done_callback(partial(_report_failure, "the models are not followed any more"))
         ending.callback(following.cancel)
+    watching = asyncio.create_task(Watchdog(catalogue, control).watch())
+    watching.add_done_callback(partial(_report_failure, "models whose process dies are not started again any more"))
+    ending.callback(watching.cancel)
     names = tuple(catalogue.models)
     return Endpoints(public, http, where.grpc, where.http, where.metrics, names), triton, front
 
 
-def _report_failure(following: asyncio.Task[None]) -> None:
-    if not following.cancelled() and (error := following.exception()) is not None:
-        _LOG.error("the models are not followed any more; restart the server to follow them", exc_info=error)
+def _report_failure(loss: str, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _LOG.error("%s; restart the server", loss, exc_info=error)
 
 
 async def _first(*work: Coroutine[Any, Any, T]) -> T:

@@ -10,8 +10,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,8 +38,9 @@ _START_TRIES = 3
 _EXIT_TIMEOUT_S = 5
 _END_AFTER_ERROR_S = 0.3
 _STOP_GRACE_S = 10.0
-# After a swap that failed 2.51 always sits out its exit time-out; calls have ended by then (Envoy was drained).
-_STOP_AFTER_FAILED_SWAP_S = 3.0
+# After a swap that failed, or the death of a model's process, 2.51 always sits out its exit time-out; calls have ended
+# by then (Envoy was drained).
+_STOP_HANGING_S = 3.0
 _LET_GO_S = 10.0
 _UNLOAD_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 1.0
@@ -94,7 +96,11 @@ class TritonServer:
         self._loading: str | None = None
         self._loaded: set[str] = set()
         self._stuck: set[str] = set()
-        self._swap_failed = False
+        self._exit_hangs = False
+        # Of each loaded model its processes, and the regions of shared memory of each.
+        self._processes: dict[str, dict[int, frozenset[Path]]] = {}
+        self._instances: dict[str, int] = {}
+        self._dead: set[str] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -173,9 +179,42 @@ class TritonServer:
         if model not in self._stuck:
             self._loading = None
         if problem:
-            self._swap_failed |= model in self._loaded
+            self._exit_hangs |= model in self._loaded
             raise ModelLoadError(problem)
         self._loaded.add(model)
+        self._take_note(model, before)
+
+    def _take_note(self, model: str, before: set[int]) -> None:
+        """Of the processes of ``model``, which has been loaded; ``before`` are those from before the load.
+
+        Triton ends the latter within a second or so, or keeps them when nothing had changed.
+        """
+        found, known = self._stubs(model), self._processes.get(model, {})
+        self._processes[model] = self._regions(found - before or found & known.keys())
+        self._instances[model] = len(self._processes[model])
+        self._dead.discard(model)
+
+    def find_dead(self) -> frozenset[str]:
+        """The loaded models of which a process has died: Triton 2.51 starts none again until the model is loaded.
+
+        Their shared memory, which nothing else would remove before the server's end, is gone after this.
+        """
+        for model, running in self._processes.items():
+            gone = [pid for pid in running if not stubs.is_running(pid, self._repository / model)]
+            if model == self._loading or not gone:
+                continue
+            if len(now := self._stubs(model)) >= self._instances[model]:
+                # The load of an ensemble starts new ones for the models behind it and ends the old ones one by one.
+                self._processes[model] = self._regions(now)
+                continue
+            for region in chain.from_iterable(running.pop(pid) for pid in gone):
+                region.unlink(missing_ok=True)
+            self._dead.add(model)
+            self._exit_hangs = True
+        return frozenset(self._dead)
+
+    def _regions(self, pids: Iterable[int]) -> dict[int, frozenset[Path]]:
+        return {pid: stubs.regions_of(pid, self._prefix) for pid in pids}
 
     async def _outcome(self, model: str, work: asyncio.Future[Any]) -> str:
         """Why a load that should be over failed; empty when it did not."""
@@ -193,13 +232,16 @@ class TritonServer:
         """Forget ``model``; calls in progress finish. Raises ModelLoadError with Triton's reason."""
         if model in self._stuck:
             return
+        processes_before = self._processes.pop(model, {})
         call = self._control("Unload", model, timeout_s=_UNLOAD_TIMEOUT_S)
         try:
             await self._while_running(call, f"while unloading {model!r}")
         except grpc.aio.AioRpcError as error:
+            self._processes[model] = processes_before
             reason = load_failure(error.details() or "")
             raise ModelLoadError(f"model {model!r} could not be unloaded: {reason}") from None
         self._loaded.discard(model)
+        self._dead.discard(model)
 
     def _control(self, verb: str, model: str, *, timeout_s: float | None = None) -> Any:
         """The call RepositoryModelLoad or RepositoryModelUnload, started."""
@@ -265,7 +307,7 @@ class TritonServer:
 
     async def stop(self) -> None:
         """SIGTERM, bounded wait, SIGKILL of the group; at once SIGKILL while a load is in progress."""
-        grace_s = _STOP_AFTER_FAILED_SWAP_S if self._swap_failed else _STOP_GRACE_S
+        grace_s = _STOP_HANGING_S if self._exit_hangs else _STOP_GRACE_S
         await self._end(grace_s=0 if self._loading is not None else grace_s)
 
     async def _end(self, grace_s: float) -> None:

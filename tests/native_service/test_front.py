@@ -665,3 +665,41 @@ def test_an_envoy_that_dies_during_a_change_comes_back_with_the_models_from_befo
             assert code is grpc.StatusCode.NOT_FOUND
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16,)])  # to Triton, and through our service
+def test_a_dead_process_behind_triton_is_unavailable(fronting: Fronting, spec: Spec, shape: tuple[int, ...]) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            for text, code in (
+                ("Stub process 'adder_0_0' is not healthy.", grpc.StatusCode.UNAVAILABLE),
+                ("no such luck", grpc.StatusCode.INTERNAL),
+            ):
+                service.triton.behave = service.triton.fail(grpc.StatusCode.INTERNAL, text)
+                assert (await status(infer(service.channel, infer_request(shape))))[0] is code
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_is_away_is_unavailable_on_all_surfaces_and_the_others_answer(
+    fronting: Fronting, spec: Spec
+) -> None:
+    async def scenario() -> None:
+        answers = health_pb2.HealthCheckResponse
+        async with fronting(spec(), spec("other"), capacity=1) as service:
+            for away in (True, False):
+                await service.front.set_models([Admitted(spec(), 3, away), Admitted(spec("other"), 3)])
+                calls = [
+                    infer(service.channel),
+                    infer(service.channel, infer_request((16,))),
+                    all_of(checkpoint(service.channel)),
+                ]
+                ended = [await status(call) if away else await call for call in calls]
+                assert not away or {code for code, _ in ended} == {grpc.StatusCode.UNAVAILABLE}, ended
+                assert await health(service.channel, "adder") == (answers.NOT_SERVING if away else answers.SERVING)
+                assert await health(service.channel, "other") == answers.SERVING
+                assert (await infer(service.channel, infer_request(model="other"))).outputs
+            assert await service.failures() == {("adder", "BACKEND"): 3}
+            assert await service.front.admin.permits_in_use() == {"adder": 0, "other": 0}
+
+    asyncio.run(scenario())

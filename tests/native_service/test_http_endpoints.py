@@ -5,12 +5,15 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientSession, web
 
+from native_service.envoy_config import Admitted
 from native_service.http_endpoints import HttpEndpoints
 from native_service.metrics import Failed
 from native_service.settings import Address
 from nereid_backend.errors import SettingsError
+from nereid_backend.spec import ModelSpec
 
 LOOPBACK = Address("127.0.0.1", 0)
+MODELS = {name: Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, away=name == "away") for name in ("m", "away")}
 METRICS = """\
 # TYPE nv_inference_request_failure counter
 nv_inference_request_failure{model="m",reason="OTHER",version="1"} 3
@@ -40,7 +43,14 @@ async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, w
         return Failed({("m", 8): 2}, {})
 
     metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
-    served = HttpEndpoints(LOOPBACK, models=["m"], is_ready=is_ready, metrics=metrics_address, failed=failed)
+    served = HttpEndpoints(
+        LOOPBACK,
+        models=MODELS,
+        is_ready=is_ready,
+        metrics=metrics_address,
+        failed=failed,
+        restarts=lambda: {"m": 0, "away": 3},
+    )
     yield await served.start(), triton
     await served.stop()
     await triton.cleanup()
@@ -58,6 +68,7 @@ async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, w
         ("/v2/models/m/versions/1/ready", True, 200),
         ("/v2/models/m/versions/2/ready", True, 400),
         ("/v2/models/x/ready", True, 400),
+        ("/v2/models/away/ready", True, 400),
         ("/v2/models/m/infer", True, 404),
     ],
 )
@@ -79,6 +90,12 @@ def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
             async with session.get(f"http://{address}/metrics") as answer:
                 assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
                 expected = METRICS.replace('m",reason="REJECTED",version="1"} 1', 'm",reason="REJECTED",version="1"} 3')
+                expected += (
+                    "# HELP nereid_model_restarts_total Restarts of a model whose process died\n"
+                    "# TYPE nereid_model_restarts_total counter\n"
+                    'nereid_model_restarts_total{model="m"} 0\n'
+                    'nereid_model_restarts_total{model="away"} 3\n'
+                )
                 assert await answer.text() == expected
             await triton.cleanup()
             async with session.get(f"http://{address}/metrics") as answer:
@@ -120,7 +137,7 @@ def test_a_port_somebody_has_is_one_message() -> None:
         async with endpoints() as (address, _):
             second = HttpEndpoints(
                 address,
-                models=[],
+                models={},
                 is_ready=lambda: asyncio.sleep(0, True),
                 metrics="127.0.0.1:1",
                 failed=lambda: asyncio.sleep(0, Failed({}, {})),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from native_service.metrics import Failed, Refusals, Tally, with_failures
-from nereid_backend.errors import DeadlineExceeded, InvalidArgument, OverLimit, ResourceExhausted
+from nereid_backend.errors import DeadlineExceeded, InvalidArgument, ModelUnavailable, OverLimit, ResourceExhausted
 
 TEXT = """\
 # HELP nv_inference_request_failure Number of failed inference requests, all batch sizes
@@ -37,8 +37,8 @@ def test_each_status_raises_the_series_of_its_reason_and_its_model() -> None:
     by_status |= {(name, None): 100, (name, 1): 100, (name, 4): 100, ("gone", 8): 100}
     by_reason = {(name, "OTHER"): 1000, (name, "CANCELED"): 2000, (name, "REJECTED"): 3000, ("gone", "OTHER"): 1}
     assert failures(with_failures(TEXT, Failed(by_status, by_reason))) == {
-        (name, "OTHER"): 3 + 20 + 1 + 2 + 1000,
-        (name, "BACKEND"): 9,  # Triton knows of two of them
+        (name, "OTHER"): 3 + 20 + 1 + 1000,
+        (name, "BACKEND"): 11,  # Triton knows of two of them
         (name, "CANCELED"): 1 + 2000,
         (name, "REJECTED"): 10 + 3000,
         ("m", "REJECTED"): 0,
@@ -54,7 +54,8 @@ def test_what_ended_a_call_is_its_reason() -> None:
     for error in (InvalidArgument("x"), OverLimit("x"), ResourceExhausted("x"), DeadlineExceeded("x")):
         refusals.add("m", error)
     refusals.add("m", asyncio.CancelledError())
-    assert refusals.counts == {("m", "OTHER"): 2, ("m", "REJECTED"): 1, ("m", "CANCELED"): 2}
+    refusals.add("m", ModelUnavailable("x"))
+    assert refusals.counts == {("m", "OTHER"): 2, ("m", "REJECTED"): 1, ("m", "CANCELED"): 2, ("m", "BACKEND"): 1}
 
 
 @given(

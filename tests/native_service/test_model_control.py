@@ -27,6 +27,7 @@ class FakeTriton:
         self._repository = repository
         self.serves: dict[str, str] = {}
         self.loads = 0
+        self.dead: set[str] = set()
         self.away = False
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -40,6 +41,10 @@ class FakeTriton:
         if text == "bad":
             raise ModelLoadError(f"model {model!r} could not be loaded: bad")
         self.serves[model] = text
+        self.dead.discard(model)
+
+    def find_dead(self) -> frozenset[str]:
+        return frozenset(self.dead)
 
     async def unload(self, model: str) -> None:
         self.serves.pop(model, None)  # of a name it does not know nothing is said

@@ -14,7 +14,7 @@ from native_service.run_directory import RunDirectory
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(run_directory, "_SHARED_MEMORY", folder)
+    monkeypatch.setattr(run_directory, "SHARED_MEMORY", folder)
     return folder
 
 
