@@ -238,7 +238,7 @@ def test_files_that_requirements_name_belong_to_the_key(tmp_path: Path) -> None:
 def test_a_folder_without_requirements_is_told_to_have_an_empty_file(tmp_path: Path) -> None:
     source = script_folder(tmp_path / "m")
     (source / "requirements.txt").unlink()
-    with pytest.raises(BundleError, match=r"main\.py and requirements\.txt"):
+    with pytest.raises(BundleError, match=r"main\.py needs requirements\.txt"):
         prepare(source)
     with pytest.raises(BundleError, match=r"empty when main\.py needs nothing"):
         environment.prepare(source)
