@@ -21,36 +21,34 @@ from typing import Any
 from google.protobuf import descriptor_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from native_service import envoy_scripts
+from native_service.envoy_scripts import (
+    CLUSTER_HEADER,
+    EXTRACTION,
+    INTERNAL,
+    MODEL_PREFIX,
+    RESOURCE_EXHAUSTED,
+    TRITON,
+    UNAVAILABLE,
+)
 from native_service.settings import Address
 from nereid_backend.spec import ModelSpec
 
 Json = dict[str, Any]
 
-CLUSTER_HEADER = "nereid-cluster"
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "service.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
 KSERVE = "inference.GRPCInferenceService"
-# Of one dimension, and of all inputs of a request together (our service allows each as many). Both are far beyond what
-# a request can carry; a Lua number counts no further.
-MOST_SIZE, MOST_ELEMENTS = 2**31 - 1, 2**53
-# Of all names, shapes, ids and parameters of a request together: what fits into an error that repeats them.
-MOST_TEXT_BYTES = 16 * 1024
-_MOST_PARTS = 10_000
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
-# Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
-STUB_IS_DEAD = "is not healthy"
-PROCESS_DIED = "the model's process has died, retry later"
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
 
 _ROUTES = "public"
 _UNIX = "unix:"
-_TRITON, _SERVICE, _MODEL_PREFIX = "triton", "service", "model_"
-_EXTRACTION = "envoy.filters.http.grpc_field_extraction"
-_RESOURCE_EXHAUSTED, _INTERNAL, _UNAVAILABLE = 8, 13, 14
+_SERVICE = "service"
 _MOST_CONNECTIONS = 10_000
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
@@ -89,12 +87,12 @@ class EnvoySettings:
 
 def model_cluster(name: str) -> str:
     """The cluster that holds the permits of model ``name``."""
-    return _MODEL_PREFIX + name
+    return MODEL_PREFIX + name
 
 
 def model_of_cluster(cluster: str) -> str | None:
     """The model whose permits ``cluster`` holds; None for the other clusters."""
-    return cluster.removeprefix(_MODEL_PREFIX) if cluster.startswith(_MODEL_PREFIX) else None
+    return cluster.removeprefix(MODEL_PREFIX) if cluster.startswith(MODEL_PREFIX) else None
 
 
 def bootstrap(settings: EnvoySettings) -> Json:
@@ -130,7 +128,7 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
         _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
-        _cluster(settings, _TRITON, triton, _MOST_SERVICE_CALLS),
+        _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
     ]
 
@@ -143,13 +141,16 @@ def _endpoint(address: str) -> Json:
 
 
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
+    # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
+    # models that are away.
+    native = [model.spec for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
-    on_request = _lua(models)
+    on_request = envoy_scripts.on_request(native)
     service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
-    scripted = _script(on_request + _over_limit_lua(settings))
+    scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
     encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
-    unread = {_EXTRACTION: {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}}
+    unread = {EXTRACTION: {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}}
     host: Json = {
         "name": _ROUTES,
         "domains": ["*"],
@@ -176,164 +177,6 @@ def _script(source: str) -> Json:
 def _over_limit(settings: EnvoySettings) -> str:
     limit = f"{settings.max_message_bytes} bytes (server.limits.max_request_bytes)"
     return f"the request is over the limit of this server, {limit}; send less at once"
-
-
-def _over_limit_lua(settings: EnvoySettings) -> str:
-    """gRPC refuses what is too large for our service before the service sees it, in words of its own.
-
-    Only answers of our service pass here: a script costs a small call to Triton 5 to 8 % of Envoy's time.
-    """
-    return f"""
-function envoy_on_response(response)
-  local headers = response:headers()
-  if headers:get("grpc-status") == nil then headers = response:trailers() end
-  if headers == nil or headers:get("grpc-status") ~= "{_RESOURCE_EXHAUSTED}" then return end
-  local text = headers:get("grpc-message")
-  if text ~= nil and text:find("larger than max", 1, true) then
-    headers:replace("grpc-message", "{_over_limit(settings)}")
-  end
-end
-"""
-
-
-def _lua(models: Sequence[Admitted]) -> str:
-    """Names the cluster of a call that Triton can answer as it is.
-
-    ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
-    batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
-    """
-    # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
-    # models that are away.
-    native = [model.spec for model in models if model.spec.script is None and not model.away]
-    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec in native)
-    return (
-        f"local ranks = {{{ranks}}}\n"
-        f'local header, prefix, triton = "{CLUSTER_HEADER}", "{_MODEL_PREFIX}", "{_TRITON}"\n'
-        f'local filter, most_size, most_elements = "{_EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n'
-        f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n" + _LUA
-    )
-
-
-_LUA = """
-local window_bytes = 4096
-
--- What a ModelInferRequest of the buffer holds beside its tensors, in bytes; huge when it is malformed or made of very
--- many parts. Field numbers as in KServe's messages: 5 inputs, of these 5 contents; 7 raw_input_contents.
-local function text_bytes(buffer, length)
-  local window, first, parts = "", 0, 0
-  local function byte(at)
-    if at < first or at >= first + #window then
-      if at >= length then return nil end
-      first, window = at, buffer:getBytes(at, math.min(window_bytes, length - at))
-    end
-    return window:byte(at - first + 1)
-  end
-  local function number(at)
-    local value, scale = 0, 1
-    for _ = 1, 10 do
-      local part = byte(at)
-      if part == nil then return nil end
-      at = at + 1
-      if part < 128 then return value + part * scale, at end
-      value, scale = value + (part - 128) * scale, scale * 128
-    end
-    return nil
-  end
-  local function scan(at, stop, inside)
-    local bytes = 0
-    while at < stop do
-      parts = parts + 1
-      local key, size
-      key, at = number(at)
-      if key == nil or parts > most_parts then return math.huge end
-      local field, kind = math.floor(key / 8), key % 8
-      if kind == 2 then
-        size, at = number(at)
-        if size == nil or at + size > stop then return math.huge end
-        if field == 5 and not inside then
-          bytes = bytes + scan(at, at + size, true)
-        elseif field ~= (inside and 5 or 7) then
-          bytes = bytes + size
-        end
-        at = at + size
-      elseif kind == 0 then
-        size, at = number(at)
-        if size == nil then return math.huge end
-        bytes = bytes + 10
-      else
-        return math.huge
-      end
-    end
-    return bytes
-  end
-  return scan(5, length, false)
-end
-
-function envoy_on_request(request)
-  local headers = request:headers()
-  if headers:get(header) then
-    -- Not the caller's to choose: it would get around the permits, or to calls that are switched off.
-    headers:remove(header)
-    request:clearRouteCache()
-  end
-  local timeout = headers:get("grpc-timeout")
-  if timeout and (timeout:match("^%d+[nu]$") or timeout:match("^%dm$")) then
-    -- Triton 2.51 can crash on a deadline that passes while it sets the request up; the client ends the call itself.
-    headers:remove("grpc-timeout")
-  end
-  local fields = request:streamInfo():dynamicMetadata():get(filter)
-  if fields == nil then return end
-  local version = fields["model_version"] or fields["version"]
-  if version ~= nil and version[1] ~= nil and version[1] ~= "" and version[1] ~= "1" then return end
-  local names = fields["model_name"]
-  if names == nil then
-    names = fields["name"]
-    if names ~= nil and names[1] ~= nil and ranks[names[1]] ~= nil then
-      headers:add(header, triton)
-      request:clearRouteCache()
-    end
-    return
-  end
-  local name = names[1]
-  local rank = name ~= nil and ranks[name] or nil
-  if rank == nil then return end
-  -- Triton 2.51 multiplies sizes without looking: past 32 bits of rows or 64 of bytes, or with no rows, they break the
-  -- model's process or the requests that share its batch. Our service refuses those.
-  local total, elements = 0, 1
-  for _, text in ipairs(fields["inputs.shape"] or {}) do
-    local size = tonumber(text)
-    if size < 0 or size > most_size or (size == 0 and rank >= 0) then return end
-    if size > 0 then elements = elements * size end
-    total = total + 1
-  end
-  if elements > most_elements or (rank >= 0 and total ~= rank) then return end
-  -- Triton repeats names, ids and parameters in its errors. An error of more than 64 KiB breaks the connection with all
-  -- calls on it, and calls that are cut off at once can crash Triton 2.51.
-  local buffer = request:body()
-  if buffer == nil then return end
-  local length = buffer:length()
-  if length > most_text and text_bytes(buffer, length) > most_text then return end
-  -- Waiting for the body has ended the life of the objects from before it.
-  request:headers():add(header, prefix .. name)
-  request:clearRouteCache()
-end
-"""
-
-
-_DEAD_STUB = f"""
-function envoy_on_response(response)
-  local headers = response:headers()
-  local text = headers:get("grpc-message")
-  if text ~= nil and text:find("{STUB_IS_DEAD}", 1, true) then
-    headers:replace("grpc-status", "{_UNAVAILABLE}")
-    headers:replace("grpc-message", "{PROCESS_DIED}")
-  end
-end
-"""
-
-
-def _total_rank(spec: ModelSpec) -> int:
-    return sum(len(spec.dims(tensor)) + 1 for tensor in spec.client_inputs) if spec.max_batch_size else -1
 
 
 def _named_route(prefix: str) -> Json:
@@ -413,7 +256,7 @@ def _dead_stub() -> Json:
     internal = {
         "single_predicate": {
             "input": {"name": "grpc-status", "typed_config": status},
-            "value_match": {"exact": str(_INTERNAL)},
+            "value_match": {"exact": str(INTERNAL)},
         }
     }
     skip = {"@type": _TYPE + "envoy.extensions.filters.common.matcher.action.v3.SkipFilter"}
@@ -421,7 +264,7 @@ def _dead_stub() -> Json:
         "predicate": {"not_matcher": internal},
         "on_match": {"action": {"name": "skip", "typed_config": skip}},
     }
-    script = {"@type": _TYPE + _LUA_FILTER, "default_source_code": {"inline_string": _DEAD_STUB}}
+    script = {"@type": _TYPE + _LUA_FILTER, "default_source_code": {"inline_string": envoy_scripts.ON_INTERNAL_ANSWER}}
     matching = {
         "@type": _TYPE + "envoy.extensions.common.matching.v3.ExtensionWithMatcher",
         "xds_matcher": {"matcher_list": {"matchers": [passed]}},
@@ -448,12 +291,12 @@ def _extraction() -> Json:
             for method, names in fields.items()
         },
     }
-    return {"name": _EXTRACTION, "typed_config": config}
+    return {"name": EXTRACTION, "typed_config": config}
 
 
 def _refusals(settings: EnvoySettings) -> list[Json]:
     """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
-    exhausted = _header("grpc-status", _RESOURCE_EXHAUSTED)
+    exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
     gone = "the server behind this address does not answer, retry later"
     cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
     # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
@@ -461,7 +304,7 @@ def _refusals(settings: EnvoySettings) -> list[Json]:
     too_large = {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
-        _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", _UNAVAILABLE)]),
+        _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", UNAVAILABLE)]),
         _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
 

@@ -11,7 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from native_service.envoy_config import CLUSTER_HEADER, PROCESS_DIED, RETRY_AFTER_S, STUB_IS_DEAD, model_cluster
+from native_service.envoy_config import RETRY_AFTER_S, model_cluster
+from native_service.envoy_scripts import CLUSTER_HEADER, PROCESS_DIED, STUB_IS_DEAD
 from native_service.metrics import Refusals
 from native_service.triton_errors import canonical
 from nereid_backend.errors import (

@@ -21,7 +21,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from native_service.checkpoint import Budget, output_chunks
-from native_service.envoy_config import PROCESS_DIED
+from native_service.envoy_scripts import PROCESS_DIED
 from native_service.grpc_edge import Inference
 from native_service.infer_messages import Tensor
 from native_service.metrics import BACKEND, CANCELED, OTHER
