@@ -102,9 +102,13 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
         write_adder(serving.models / "adder.onnx", 2)
 
         def stop_the_new_one() -> None:
-            while not (new := [pid for pid in stubs(serving.served, "adder") - old if has_mapped(pid, "onnxruntime")]):
+            while not (new := stubs(serving.served, "adder") - old):
                 time.sleep(0.005)
-            os.kill(new[0], signal.SIGSTOP)
+            (process,) = new
+            # Looking at one process is quick: it must be caught before it is ready.
+            while not has_mapped(process, "onnxruntime"):
+                time.sleep(0.001)
+            os.kill(process, signal.SIGSTOP)
 
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(stop_the_new_one)
