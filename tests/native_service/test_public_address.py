@@ -522,9 +522,13 @@ def test_the_permits_come_back_whatever_way_the_calls_end(served: Served) -> Non
         address = served.state["address"]
         async with grpc.aio.insecure_channel(address) as channel:
             calls = endings.Endings(channel, address, "slow", seed=0)
-            await calls.run(150, killed_clients=2)
-            assert calls.outcomes.total() == 150
-            assert calls.outcomes.keys() >= {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "KILLED"}
+            ways = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "KILLED"}
+            for rounds in range(1, 6):  # which ways a round takes is up to chance and the machine
+                await calls.run(150, killed_clients=2)
+                assert calls.outcomes.total() == rounds * 150
+                if calls.outcomes.keys() >= ways:
+                    break
+            assert calls.outcomes.keys() >= ways
             assert await endings.until_full(channel, served, "slow") == endings.CAPACITY
 
     asyncio.run(scenario())
