@@ -97,6 +97,8 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
         preprocess([NamedArray("image", image.array + np.uint8(1))])
     (inputs,) = re.findall(r"`(client_inputs: \[.*?\])`", (ROOT / "README.md").read_text())
     parsed = manifest.parse({"format_version": "2.1", **DIGITS, **yaml.safe_load(inputs)}, has_hook=True)
+    header = b"{}      "
+    (tmp_path / "weights.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     row = [TensorSpec("pixels", "f32", (-1, 64), 0)], [TensorSpec("probabilities", "f32", (-1, 10), 0)]
     digits = hooks.attach(Prepared(ModelSpec("digits", "stablehlo", "stablehlo", *row, ()), {}), parsed, tmp_path).spec
     assert [(t.name, t.dtype, t.shape) for t in digits.client_inputs] == [("image", "u8", (-1, 64))]
