@@ -350,7 +350,7 @@ def of_model(series: Series, model: str) -> dict[str, float]:
     found = {}
     for (name, labels), value in series.items():
         label = dict(labels)
-        if label.get("model") == model and name != "nereid_model_restarts_total":
+        if label.get("model") == model and name.startswith("nv_inference_"):
             assert label["version"] == "1"
             found[label.get("reason", name.removeprefix("nv_inference_"))] = value
     return found
