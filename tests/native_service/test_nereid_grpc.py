@@ -318,7 +318,7 @@ def test_a_call_without_time_left_is_not_handed_on(serving: Serving, spec: Spec)
             for message in request([16], R16):
                 await call.write(message)
             await asyncio.sleep(0.295)
-            # Whichever side notices first ends the call; grpcio has a different exception, also a private one, for each.
+            # Whichever side notices first ends the call, each with an exception of its own, some of them private.
             with contextlib.suppress(Exception):
                 await call.done_writing()
                 [_ async for _ in call]
