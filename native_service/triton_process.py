@@ -268,10 +268,11 @@ class TritonServer:
         ended = asyncio.ensure_future(self._child.process.wait())
         try:
             await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
-            if answered.done() and _is_broken(answered.exception()):
+            stopped = answered.cancelled()  # by ``stop``, which closes the channel
+            if stopped or (answered.done() and _is_broken(answered.exception())):
                 # A server that ends breaks its connections just before.
                 await asyncio.wait((ended,), timeout=_END_AFTER_ERROR_S)
-            if ended.done():
+            if stopped or ended.done():
                 raise TritonUnavailable(await self._death(when))
             await answered
         finally:

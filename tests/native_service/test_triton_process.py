@@ -123,6 +123,19 @@ def test_stopping_during_a_load_does_not_wait_for_it(server: TritonServer) -> No
     asyncio.run(scenario())
 
 
+def test_a_load_whose_channel_is_closed_is_told_as_the_end_of_the_server(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            load = asyncio.create_task(server.load("hangs", 60))
+            await asyncio.sleep(0.2)
+            await server.channel.close()
+            with pytest.raises(TritonUnavailable, match="stopped answering while loading 'hangs'"):
+                await load
+
+    asyncio.run(scenario())
+
+
 def test_a_server_that_dies_during_a_load_says_its_last_words(server: TritonServer) -> None:
     async def scenario() -> None:
         async with server:
