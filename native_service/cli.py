@@ -20,6 +20,7 @@ _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "infer": ("native_service.infer_command", "infer", "Run a model of a running server on arrays from files."),
     "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 

@@ -7,7 +7,7 @@
                 print(line)
             result = job.outputs()
 
-:class:`AsyncClient` is the same for asyncio. Both need the extra ``client`` only.
+:class:`AsyncClient` is the same for asyncio. Neither needs an extra.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def _array(model: str, name: str, value: Any, dtype: np.dtype[Any]) -> Array:
     """Arrays keep their values exactly; of lists only the kind of number must fit."""
     try:
         given = np.asarray(value)
+        if given.dtype == np.dtype((np.void, dtype.itemsize)) and dtype.kind == "V":
+            given = value = given.view(dtype)  # a .npy file forgets the names of ml_dtypes' types
         is_array = hasattr(value, "dtype")
         fits = np.can_cast(given.dtype, dtype, "safe") if is_array else _kind(given.dtype) <= _kind(dtype)
         if fits:
