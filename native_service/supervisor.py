@@ -44,7 +44,6 @@ class Endpoints:
     public: Address
     http: Address | None
     triton_grpc: str
-    triton_http: str
     triton_metrics: str
     models: tuple[str, ...]
 
@@ -54,7 +53,6 @@ class Endpoints:
             "pid": os.getpid(),
             "address": str(self.public),
             "triton_grpc": self.triton_grpc,
-            "triton_http": self.triton_http,
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
             "models": list(self.models),
@@ -168,7 +166,7 @@ async def _start(
     watching.add_done_callback(partial(_report_failure, "models whose process dies are not started again any more"))
     ending.callback(watching.cancel)
     names = tuple(catalogue.models)
-    return Endpoints(public, http, where.grpc, where.http, where.metrics, names), triton, front
+    return Endpoints(public, http, where.grpc, where.metrics, names), triton, front
 
 
 def _access(server: ServerSettings) -> Access:
