@@ -68,11 +68,15 @@ _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.Http
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment."""
+    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment.
+
+    While a ``required`` one is away the server is not ready.
+    """
 
     spec: ModelSpec
     capacity: int
     away: bool = False
+    required: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class ModelOptions(_Section):
     """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
     allow_code: bool = False
     """Open a file that runs code of its own while it is read: a .pt2 archive, a pickle."""
+    required: bool = True
+    """Whether the server counts as ready only while this model can answer."""
 
 
 class ModelSettings(_Section):

@@ -1,6 +1,7 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 import pytest
 from aiohttp import ClientSession, web
@@ -13,7 +14,14 @@ from nereid_backend.errors import SettingsError
 from nereid_backend.spec import ModelSpec
 
 LOOPBACK = Address("127.0.0.1", 0)
-MODELS = {name: Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, away=name == "away") for name in ("m", "away")}
+
+
+def admitted(name: str, **how: bool) -> Admitted:
+    return Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, **how)
+
+
+MODELS = {"m": admitted("m"), "away": admitted("away", away=True, required=False)}
+LACKING = {**MODELS, "needed": admitted("needed", away=True)}
 METRICS = """\
 # TYPE nv_inference_request_failure counter
 nv_inference_request_failure{model="m",reason="OTHER",version="1"} 3
@@ -24,7 +32,9 @@ nv_inference_count{model="m",version="1"} 7
 
 
 @asynccontextmanager
-async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, web.AppRunner]]:
+async def endpoints(
+    ready: bool | None = True, models: Mapping[str, Admitted] = MappingProxyType(MODELS)
+) -> AsyncIterator[tuple[Address, web.AppRunner]]:
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=METRICS)
 
@@ -45,8 +55,8 @@ async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, w
     metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
     served = HttpEndpoints(
         LOOPBACK,
-        models=MODELS,
-        is_ready=is_ready,
+        models=models,
+        is_answering=is_ready,
         metrics=metrics_address,
         failed=failed,
         restarts=lambda: {"m": 0, "away": 3},
@@ -80,6 +90,18 @@ def test_each_path_has_its_status(path: str, ready: bool, status: int) -> None:
             session.get(f"http://{address}{path}") as answer,
         ):
             assert answer.status == status
+
+    asyncio.run(scenario())
+
+
+def test_a_required_model_that_is_away_takes_the_server_out_of_service_and_no_other_model() -> None:
+    async def scenario() -> None:
+        async with endpoints(models=LACKING) as (address, _), ClientSession() as session:
+            statuses = {}
+            for path in ("health", "models/m", "models/needed"):
+                async with session.get(f"http://{address}/v2/{path}/ready") as answer:
+                    statuses[path] = answer.status
+            assert statuses == {"health": 400, "models/m": 200, "models/needed": 400}
 
     asyncio.run(scenario())
 
@@ -138,7 +160,7 @@ def test_a_port_somebody_has_is_one_message() -> None:
             second = HttpEndpoints(
                 address,
                 models={},
-                is_ready=lambda: asyncio.sleep(0, True),
+                is_answering=lambda: asyncio.sleep(0, True),
                 metrics="127.0.0.1:1",
                 failed=lambda: asyncio.sleep(0, Failed({}, {})),
             )
