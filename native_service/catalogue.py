@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import filecmp
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -46,8 +47,8 @@ class ServedModel:
     triton_models: tuple[str, ...]
 
     def admitted(self, *, away: bool) -> Admitted:
-        settings = self.source.settings
-        return Admitted(self.spec, settings.queue_capacity, away, settings.options.required)
+        settings, options = self.source.settings, self.source.settings.options
+        return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s)
 
 
 class Catalogue:
@@ -134,6 +135,17 @@ class Catalogue:
         """What is served, hidden models too, by processes of which one has died."""
         dead = self._triton.find_dead()
         return [name for name, model in self._served.items() if not dead.isdisjoint(model.triton_models)]
+
+    def kill_hung(self) -> list[str]:
+        """Kill the processes that will not answer any more: they are dead then. A line for each."""
+        limits: dict[str, float] = {}
+        for name, model in self._served.items():
+            # What only meta models call runs for one of them: past the longest of their limits, for nobody.
+            whose = self.callers(name) if model.source.hidden else [name]
+            limits_s = [self._served[each].source.settings.options.time_limit_s for each in whose]
+            if all(limits_s):
+                limits |= dict.fromkeys(model.triton_models, max(filter(None, limits_s), default=math.inf))
+        return self._triton.kill_hung(limits)
 
     async def route_dead(self) -> None:
         """Let callers of what has died know, and of what has come back. Raises EnvoyUnavailable."""

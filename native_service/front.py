@@ -69,6 +69,7 @@ class Front:
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
+        inference.time_limits_s = _time_limits_s(models)
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
@@ -131,6 +132,7 @@ class Front:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
+        self._inference.time_limits_s = _time_limits_s(models)
         self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
@@ -158,3 +160,7 @@ class Front:
     async def stop(self) -> None:
         """Health first, then Envoy within a bound of ten seconds, then our server."""
         await self._ending.aclose()
+
+
+def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:
+    return {model.spec.name: model.time_limit_s for model in models if model.time_limit_s is not None}

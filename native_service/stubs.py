@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
+from nereid_backend import pulse
+from nereid_backend.pulse import Pulse
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
 _PROC = Path("/proc")
+# A run over its limit may still end by itself; nobody waits for it any more.
+_GRACE_S = 2.0
+# A process that runs nothing beats every two seconds, unless something holds its interpreter or it has been stopped.
+_SILENT_S = 30.0
 
 
 def stubs_of(server: int, model: Path) -> set[int]:
@@ -63,9 +71,9 @@ def _parent(entry: Path) -> int:
 class StubRecord:
     """The processes of each model that one tritonserver has loaded, and which models have lost one."""
 
-    def __init__(self, repository: Path, prefix: str) -> None:
-        """``prefix`` begins the names of their regions of shared memory."""
-        self._repository, self._prefix = repository, prefix
+    def __init__(self, repository: Path, prefix: str, pulses: Path | None) -> None:
+        """``prefix`` begins the names of their regions of shared memory; in ``pulses`` they tell how they are."""
+        self._repository, self._prefix, self._pulses = repository, prefix, pulses
         # Of each loaded model its processes, and the regions of shared memory of each.
         self._processes: dict[str, dict[int, frozenset[Path]]] = {}
         self._instances: dict[str, int] = {}
@@ -106,10 +114,35 @@ class StubRecord:
                 # The load of an ensemble starts new ones for the models behind it and ends the old ones one by one.
                 self._processes[model] = self._regions(now)
                 continue
-            for region in chain.from_iterable(running.pop(pid) for pid in gone):
-                region.unlink(missing_ok=True)
+            for file in chain.from_iterable(running.pop(pid) for pid in gone):
+                file.unlink(missing_ok=True)
             self._dead.add(model)
         return frozenset(self._dead)
 
+    def find_hung(self, limits: Mapping[str, float]) -> dict[int, str]:
+        """The processes that will not answer any more, each with the reason; ``limits`` are of runs, in seconds.
+
+        Without a limit a run may take for ever.
+        """
+        hung: dict[int, str] = {}
+        if self._pulses is None:
+            return hung
+        for model, running in self._processes.items():
+            for pid in running:
+                if reason := _why_hung(pulse.read(self._pulses / str(pid)), limits.get(model)):
+                    hung[pid] = f"model {model!r}: {reason}; its process is killed"
+        return hung
+
     def _regions(self, pids: Iterable[int]) -> dict[int, frozenset[Path]]:
         return {pid: regions_of(pid, self._prefix) for pid in pids}
+
+
+def _why_hung(last: Pulse | None, limit_s: float | None) -> str:
+    """Why a process that told ``last`` will not answer any more; empty when it may."""
+    now = time.monotonic_ns()
+    if last is None:
+        return ""
+    if last.busy_since_ns:
+        over = limit_s is not None and now - last.busy_since_ns > (limit_s + _GRACE_S) * 1e9
+        return f"a run goes on past its time limit of {limit_s:g} s" if over else ""
+    return f"it gave no sign of life for {_SILENT_S:g} s" if now - last.beat_ns > _SILENT_S * 1e9 else ""

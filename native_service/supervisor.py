@@ -128,6 +128,7 @@ async def _start(
         shared_memory_prefix=run.shared_memory_prefix,
         environment=run.environment,
         grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
+        pulses=run.pulses,
     )
     catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
     # Sources that may change while they are served must not be shared with what runs.

@@ -78,8 +78,11 @@ class TritonServer:
         shared_memory_prefix: str,
         environment: Mapping[str, str] | None = None,
         grpc_socket: str | None = None,
+        pulses: Path | None = None,
     ) -> None:
         """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm.
+
+        In the folder ``pulses`` the stubs tell how they are.
 
         gRPC listens on the Unix socket ``grpc_socket`` (it must end in ``SOCKET_SUFFIX``), or on a port of loopback.
         """
@@ -100,7 +103,7 @@ class TritonServer:
         self._loaded: set[str] = set()
         self._stuck: set[str] = set()
         self._exit_hangs = False
-        self._record = stubs.StubRecord(repository, shared_memory_prefix)
+        self._record = stubs.StubRecord(repository, shared_memory_prefix, pulses)
 
     async def __aenter__(self) -> Self:
         return self
@@ -217,6 +220,12 @@ class TritonServer:
         dead = self._record.look(self.pid, self._loading)
         self._exit_hangs |= not dead.isdisjoint(self._loaded)
         return dead
+
+    def kill_hung(self, limits: Mapping[str, float]) -> list[str]:
+        """Kill the processes that will not answer any more; a line for each. ``limits`` are of a model's run, in s."""
+        hung = self._record.find_hung(limits)
+        stubs.kill(hung)
+        return [*hung.values()]
 
     def find_lost(self) -> frozenset[str]:
         """The dead that no load brings back: an earlier one still hangs."""

@@ -1,4 +1,4 @@
-"""Notices that Triton or a model's process has died, sends callers away meanwhile, and starts it again.
+"""Notices that Triton or a model's process has died or hangs, sends callers away meanwhile, and starts it again.
 
 Triton 2.51 does not: every call of a model whose process has died ends with INTERNAL from then on, while all its own
 health stays green.
@@ -40,6 +40,9 @@ class Triton(Protocol):
 class Catalogue(Protocol):
     def find_dead(self) -> list[str]:
         """The models that cannot answer until they are revived, in the order in which they load."""
+
+    def kill_hung(self) -> list[str]:
+        """Make dead what will not answer any more; a line for the log for each."""
 
 
 class Control(Protocol):
@@ -98,6 +101,8 @@ class Watchdog:
                 await self._try(self._control.revive(name))
             _LOG.info("tritonserver is back")
         while True:
+            for line in self._catalogue.kill_hung():
+                _LOG.error("%s", line)
             dead = self._catalogue.find_dead() if self._triton.is_running else []
             for name in dead:
                 if name not in self._reviving:
