@@ -68,11 +68,16 @@ _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.Http
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment."""
+    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment.
+
+    While a ``required`` one is away the server is not ready. A call may take ``time_limit_s``, waiting included.
+    """
 
     spec: ModelSpec
     capacity: int
     away: bool = False
+    required: bool = True
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ def _endpoint(address: str) -> Json:
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
     # models that are away.
-    native = [model.spec for model in models if model.spec.script is None and not model.away]
+    native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
     service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}

@@ -18,6 +18,7 @@ from native_service import envoy_access, envoy_config, huge_pages, processes
 from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.restarts import Tries
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -199,10 +200,9 @@ class EnvoyServer:
 
     async def _supervise(self) -> str:
         """Restart on every death, but not for ever; the reason for giving up."""
-        deaths: deque[float] = deque(maxlen=_MOST_RESTARTS)
+        tries = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S)
         reason = await self._next_death()
-        while len(deaths) < _MOST_RESTARTS or time.monotonic() - deaths[0] > _RESTART_WINDOW_S:
-            deaths.append(time.monotonic())
+        while tries.take():
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:
@@ -211,7 +211,7 @@ class EnvoyServer:
                 reason = str(error)
             else:
                 reason = await self._next_death()
-        return f"{reason}, for the {_MOST_RESTARTS + 1}th time within {_RESTART_WINDOW_S:g} s"
+        return f"{reason}, {tries}"
 
     async def _next_death(self) -> str:
         if self._child is None:
