@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ class Catalogue:
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
         self._told: list[Admitted] = []
+        self.conversion_s: dict[str, float] = {}
+        """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
+        self.load_s: dict[str, float] = {}
 
     @property
     def models(self) -> Mapping[str, Admitted]:
@@ -85,8 +89,11 @@ class Catalogue:
         Raises BundleError; nothing is left then.
         """
         folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        begun = time.monotonic()
         try:
-            return await converter.convert(source, folder, callees)
+            converted = await converter.convert(source, folder, callees)
+            self.conversion_s[source.name] = time.monotonic() - begun
+            return converted
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -103,11 +110,13 @@ class Catalogue:
         name, before = source.name, staged.folder.with_name(f"{staged.folder.name}-before")
         old = self._served.get(name)
         new = ServedModel(source, staged.spec, staged.triton_models)
+        begun = time.monotonic()
         try:
             before.mkdir()
             await self._bring(new, old, staged.folder, before)
             gone = [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
             self._set({**self._served, name: new})
+            self.load_s[name] = time.monotonic() - begun
             await self._drop(gone)
         except OSError as error:
             raise RepositoryError(f"model {name!r} cannot take its place ({error.strerror}); check the disk") from error

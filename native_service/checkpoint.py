@@ -24,14 +24,14 @@ class Budget:
     """Bytes that all calls together may hold; asking for more than is left is refused at once."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
+        self.total_bytes = total_bytes
         self.used_bytes = 0
 
     def take(self, count: int) -> None:
         """Raises ResourceExhausted, and then takes nothing."""
-        if self.used_bytes + count > self._total:
+        if self.used_bytes + count > self.total_bytes:
             raise ResourceExhausted(
-                f"this server holds at most {self._total} bytes of Checkpoint tensors, retry later"
+                f"this server holds at most {self.total_bytes} bytes of Checkpoint tensors, retry later"
                 " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count
@@ -112,13 +112,21 @@ class CheckpointReader:
             raise InvalidArgument(f"model {model.name!r}: all inputs must have as many rows, got {rows}")
         return model
 
-    def take_request(self) -> bytes:
-        """The whole input as a serialised ModelInferRequest. The reader forgets it: large tensors are kept once."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all inputs that have come and were not taken."""
+        return sum(upload.held_bytes for upload in self._uploads.values())
+
+    def take_request(self, request_id: str = "") -> bytes:
+        """The whole input as a serialised ModelInferRequest of that id.
+
+        The reader forgets it: large tensors are kept once.
+        """
         if self.model is None:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
         uploads = [self._uploads[tensor.name] for tensor in self.model.client_inputs]
         tensors = [(upload.spec, Tensor(upload.spec.name, upload.shape, upload.data)) for upload in uploads]
-        message = write_request(self.model.name, tensors)
+        message = write_request(self.model.name, tensors, request_id)
         self.close()
         return message
 

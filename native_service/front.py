@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -12,12 +12,13 @@ import grpc
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
+from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
-from native_service.script_calls import Counts, ScriptCalls
+from native_service.script_calls import ScriptCalls
 from native_service.settings import Address, ServerSettings
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
@@ -44,9 +45,12 @@ class Front:
         self._inference: Inference | None = None
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._native: NereidService | None = None
         self._specs: list[ModelSpec] = []
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
+        self._answered_calls: Tally[tuple[str, int]] = Tally()
+        self._connections: Tally[str] = Tally()
         self._counting = asyncio.Lock()
         self._ending = contextlib.AsyncExitStack()
 
@@ -73,7 +77,8 @@ class Front:
         self._ending.push_async_callback(scripts.stop)
         kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts)
         native = NereidService(specs, inference, limits, scripts)
-        self._services = (kserve, native)
+        self._native, self._services = native, (kserve, native)
+        inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
@@ -98,18 +103,26 @@ class Front:
         """Whether a call would be answered now: Triton answers and the address is open."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
 
-    async def failed(self) -> Failed:
-        """The calls that did not end well since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
+    async def counted(self) -> Counted:
+        """What was counted since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
+        if self._inference is None or self._native is None or self._scripts is None:
+            raise RuntimeError("the front has not been started")
         async with self._counting:  # an older look that comes later would read like a counter that fell
-            life, counts = self.envoy_pid, await self.admin.failed_calls()
+            life, look = self.envoy_pid, await self.admin.look()
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
-            return Failed(self._failed_calls.total(life, counts), self._refusals.counts)
-
-    @property
-    def script_counts(self) -> Mapping[str, Counts]:
-        """How the calls of each script model ended."""
-        return {} if self._scripts is None else self._scripts.counts
+            ever = self._connections.total(life, {"": look.connections_ever})
+            return Counted(
+                Failed(self._failed_calls.total(life, look.failed), self._refusals.counts),
+                self._answered_calls.total(life, look.answered_ms),
+                look.permits_in_use,
+                look.connections,
+                ever.get("", 0),
+                self._scripts.counts,
+                self._inference.calls,
+                self._native.budget.used_bytes,
+                self._native.budget.total_bytes,
+            )
 
     @property
     def envoy_pid(self) -> int | None:
@@ -137,6 +150,7 @@ class Front:
         finally:
             self._specs = specs
             self._tell(specs)
+            self._inference.calls.set_models([spec.name for spec in specs])
         await self._server.set_models([spec.name for spec in specs], self._inference.away)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:

@@ -30,9 +30,9 @@ class Tensor(NamedTuple):
     data: bytes | memoryview | mmap
 
 
-def write_request(model: str, inputs: Sequence[tuple[TensorSpec, Tensor]]) -> bytes:
+def write_request(model: str, inputs: Sequence[tuple[TensorSpec, Tensor]], request_id: str = "") -> bytes:
     """A serialised ModelInferRequest; the tensors are copied into it."""
-    head = service_pb2.ModelInferRequest(model_name=model)
+    head = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     parts: list[bytes | memoryview | mmap] = []
     for spec, tensor in inputs:
         head.inputs.add(name=tensor.name, datatype=spec.element.kserve, shape=tensor.shape)

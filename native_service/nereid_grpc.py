@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from native_service.calls import CHECKPOINT, Call
 from native_service.checkpoint import Budget, CheckpointReader, output_chunks
 from native_service.envoy_config import KSERVE
 from native_service.grpc_edge import Inference, errors_told, parsed, unary
@@ -39,7 +40,7 @@ class NereidService:
         self.set_models(models)
         self._inference = inference
         self._limits = limits
-        self._budget = Budget(limits.max_buffered_bytes)
+        self.budget = Budget(limits.max_buffered_bytes)
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
@@ -48,12 +49,14 @@ class NereidService:
     @property
     def handler(self) -> Any:
         """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
-        pb = inference_pb2
+        pb, calls = inference_pb2, self._inference.calls
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "HealthCheck": unary(self.health_check, pb.HealthCheckRequest, pb.HealthCheckResponse),
-                "ViewModels": unary(self.view_models, pb.ViewModelsRequest, pb.ViewModelsResponse),
+                "HealthCheck": unary(
+                    calls, "HealthCheck", self.health_check, pb.HealthCheckRequest, pb.HealthCheckResponse
+                ),
+                "ViewModels": unary(calls, "ViewModels", self.view_models, pb.ViewModelsRequest, pb.ViewModelsResponse),
                 "Checkpoint": grpc.stream_stream_rpc_method_handler(
                     self.checkpoint, response_serializer=pb.CheckpointResponse.SerializeToString
                 ),
@@ -69,22 +72,30 @@ class NereidService:
     async def checkpoint(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
-            reader = CheckpointReader(self._specs, self._limits, self._budget)
-            try:
-                model = await self._read(reader, requests)
-                # Only now a permit is taken: a client that uploads slowly must not keep others from running.
-                if model.script is not None and self._scripts is not None:
-                    await self._scripts.checkpoint(model, *reader.take_bytes(), context, self._budget)
-                    return
-                answer = await self._inference.run_serialised(model.name, reader.take_request(), context)
-            finally:
-                reader.close()
-            # Also what a client is slow to read is held for it.
-            self._budget.take(len(answer))
-            try:
-                await self._stream(answer, model, context)
-            finally:
-                self._budget.give_back(len(answer))
+            with self._inference.calls.watched(CHECKPOINT, context) as call:
+                await self._answer(requests, context, call)
+
+    async def _answer(self, requests: AsyncIterator[bytes], context: Any, call: Call) -> None:
+        reader = CheckpointReader(self._specs, self._limits, self.budget)
+        try:
+            model = await self._read(reader, requests)
+            call.input_bytes = reader.held_bytes
+            # Only now a permit is taken: a client that uploads slowly must not keep others from running.
+            if model.script is not None and self._scripts is not None:
+                data = reader.take_bytes()
+                call.output_bytes = await self._scripts.checkpoint(model, *data, context, self.budget)
+                return
+            message = reader.take_request(call.request_id)
+            answer = await self._inference.run_serialised(model.name, message, context)
+        finally:
+            call.model = reader.model.name if reader.model is not None else ""
+            reader.close()
+        # Also what a client is slow to read is held for it.
+        self.budget.take(len(answer))
+        try:
+            call.output_bytes = await self._stream(answer, model, context)
+        finally:
+            self.budget.give_back(len(answer))
 
     async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
         try:
@@ -110,8 +121,8 @@ class NereidService:
                 f" {self._limits.max_message_bytes} (server.limits.max_message_bytes); send smaller chunks"
             )
 
-    async def _stream(self, answer: bytes, spec: ModelSpec, context: Any) -> None:
-        """The log line, every output in the order of the specification, the end."""
+    async def _stream(self, answer: bytes, spec: ModelSpec, context: Any) -> int:
+        """The log line, every output in the order of the specification, the end. Gives the bytes of the outputs."""
         outputs = {tensor.name: tensor for tensor in read_outputs(answer)}
         missing = [tensor.name for tensor in spec.client_outputs if tensor.name not in outputs]
         if missing:
@@ -122,6 +133,7 @@ class NereidService:
             for chunk in output_chunks(outputs[tensor.name]):
                 await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
         await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
+        return sum(len(outputs[tensor.name].data) for tensor in spec.client_outputs)
 
 
 class NativeServer:

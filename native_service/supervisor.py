@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from native_service import embedded_triton, envoy_install, preflight
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converter
+from native_service.exposition import Loads
 from native_service.front import Front
 from native_service.http_endpoints import HttpEndpoints
 from native_service.model_control import ModelControl
@@ -150,9 +151,8 @@ async def _start(
             models=catalogue.models,
             is_ready=front.is_ready,
             metrics=where.metrics,
-            failed=front.failed,
-            scripts=lambda: front.script_counts,
-            restarts=lambda: control.restarts,
+            counted=front.counted,
+            loads=lambda: Loads(catalogue.conversion_s, catalogue.load_s, control.restarts),
         )
         http = await endpoints.start()
         ending.push_async_callback(endpoints.stop)
