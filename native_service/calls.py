@@ -6,7 +6,6 @@ Calls that Envoy hands straight to Triton are measured by Envoy itself (:mod:`na
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,21 +15,16 @@ from typing import Any
 import grpc
 from prometheus_client import Histogram
 
+from native_service.failures import SURFACES, Failure, tell
 from native_service.triton_errors import status_of
-from nereid_backend.errors import NereidError, short_repr
+from nereid_backend.errors import NereidError
 
-_LOG = logging.getLogger("nereid.calls")
-
-UNARY, ASSISTED, STREAM, CHECKPOINT = SURFACES = "unary", "assisted", "stream", "checkpoint"
-"""How a call came: ModelInfer that Envoy hands to Triton, and that our service does; a request in a stream."""
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 _BYTES = tuple(float(4**power) for power in range(5, 16))  # 1 KiB to 1 GiB
 _LABELS = ("model", "surface")
 _NO_ID, _LONGEST_ID = "-", 100
 _REQUEST_ID = "x-request-id"
 _REFUSED = "RESOURCE_EXHAUSTED"
-# What may be the server's fault; everything else is the caller's.
-_ERRORS = frozenset({"INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS"})
 
 
 @dataclass(slots=True)
@@ -99,7 +93,7 @@ class Calls:
             seconds = _seconds_since(call.begun_ns)
             if code != _REFUSED:
                 self._measure(call, seconds)
-            tell_failure(call, code, text, seconds)
+            tell(Failure(call.model, surface, code, text, call.request_id, seconds))
             raise
         except asyncio.CancelledError:
             raise
@@ -112,24 +106,6 @@ class Calls:
         for sizes, count in zip(self._sizes, (call.input_bytes, call.output_bytes), strict=True):
             if count is not None:
                 sizes.labels(call.model).observe(count)
-
-
-def tell_failure(call: Call, code: str, text: str, seconds: float) -> None:
-    """One line of the log for a call that ended with the gRPC status ``code``."""
-    level = logging.ERROR if code in _ERRORS else logging.WARNING
-    model = short_repr(call.model)
-    fields = {"model": call.model[:200], "surface": call.surface, "code": code, "request_id": call.request_id}
-    _LOG.log(
-        level,
-        "model %s, %s call %s: %s after %.1f ms: %s",
-        model,
-        call.surface,
-        call.request_id,
-        code,
-        seconds * 1000,
-        text,
-        extra={"fields": {**fields, "duration_ms": round(seconds * 1000, 3)}, "kind": (call.surface, code)},
-    )
 
 
 def sent_id(context: Any) -> str:

@@ -46,9 +46,23 @@ RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
 
+# Callers choose the lengths of what is cut here. Metadata is cut only in the middle of other text: hence the spaces.
+FAILURE_FIELDS = {
+    "cluster": "%UPSTREAM_CLUSTER%",
+    "status": "%GRPC_STATUS_NUMBER%",
+    "header": "%RESP(grpc-message):600%",
+    "trailer": "%TRAILER(grpc-message):600%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+    "path": "%REQ(:path):100%",
+    "model": f" %DYNAMIC_METADATA({EXTRACTION}:model_name):200%",
+    "id": f" %DYNAMIC_METADATA({EXTRACTION}:id):100%",
+    "request_id": "%REQ(x-request-id):100%",
+    "ms": "%DURATION%",
+}
+
 _ROUTES = "public"
 _UNIX = "unix:"
-_SERVICE = "service"
+SERVICE = "service"
 _MOST_CONNECTIONS = 10_000
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
@@ -127,7 +141,7 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
-        _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
+        _cluster(settings, SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
     ]
@@ -146,7 +160,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     native = [model.spec for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
-    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
+    service = {"route": {"cluster": SERVICE, "timeout": "0s"}}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
     encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
@@ -209,7 +223,7 @@ def _watched(file: str) -> Json:
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [_extraction(), _filter("lua", _LUA_FILTER), _dead_stub()]
-    listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, [_failure_line()])
     # Without this a second program on the same port would silently take a part of the calls.
     return {**listener, "enable_reuse_port": False}
 
@@ -223,7 +237,14 @@ def _inner(settings: EnvoySettings) -> Json:
     return _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
 
 
-def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
+def _listener(
+    settings: EnvoySettings,
+    name: str,
+    address: Json,
+    routes: Json,
+    filters: Sequence[Json],
+    logs: Sequence[Json] = (),
+) -> Json:
     manager = {
         "@type": _HCM,
         "stat_prefix": name,
@@ -233,7 +254,7 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
-        "access_log": [_failure_count()],
+        "access_log": [_failure_count(), *logs],
         "http_filters": [*filters, _filter("router", "envoy.extensions.filters.http.router.v3.Router")],
         **routes,
     }
@@ -279,7 +300,7 @@ def _dead_stub() -> Json:
 def _extraction() -> Json:
     """What the script needs to know of the first message of a call."""
     fields = {
-        "ModelInfer": ("model_name", "model_version", "inputs.shape"),
+        "ModelInfer": ("model_name", "model_version", "id", "inputs.shape"),
         **dict.fromkeys(("ModelMetadata", "ModelConfig", "ModelReady"), ("name", "version")),
     }
     files = descriptor_pb2.FileDescriptorSet()
@@ -333,6 +354,14 @@ def _failure_count() -> Json:
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
 
 
+def _failure_line() -> Json:
+    """Prints what ``native_service.failures`` reads of each call that did not end with OK; nothing of the others."""
+    text = _TYPE + "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+    config = {"@type": text, "log_format": {"json_format": FAILURE_FIELDS}}
+    failed = {"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}}
+    return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
+
+
 def _header(name: str, value: int) -> Json:
     return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
@@ -346,7 +375,7 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "max_retries": 0,
     }
     # What our service streams may wait there: all its streams share one connection.
-    window = _SERVICE_WINDOW if name == _SERVICE else _window(settings)
+    window = _SERVICE_WINDOW if name == SERVICE else _window(settings)
     http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(window)}}
     endpoint = {"endpoint": {"address": address}}

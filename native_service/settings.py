@@ -143,6 +143,8 @@ class ServerSettings(_Section):
     allow_insecure: bool = False
     allow_model_control: bool = False
     """Whether callers may load and unload the models that are listed here."""
+    log_format: Literal["text", "json"] = "text"
+    """What the lines of the log are."""
     limits: Limits = Limits()
 
     @model_validator(mode="before")

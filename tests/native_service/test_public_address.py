@@ -29,7 +29,7 @@ from serving import Served, checkpoint, chunk, input_tensor, meta, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from native_service import calls
+from native_service.failures import SURFACES
 from native_service.proto import inference_pb2 as pb
 
 pytestmark = pytest.mark.triton
@@ -420,7 +420,7 @@ def test_the_time_of_each_call_is_shown_under_its_surface(served: Served, client
         return metrics(served)[name, tuple(sorted({"model": "counted", **labels}.items()))]
 
     def counts() -> dict[str, float]:
-        return {s: shown("nereid_request_duration_seconds_count", surface=s) for s in calls.SURFACES}
+        return {s: shown("nereid_request_duration_seconds_count", surface=s) for s in SURFACES}
 
     before, received = counts(), shown("nereid_checkpoint_input_bytes_sum")
     for _ in range(3):
@@ -432,7 +432,7 @@ def test_the_time_of_each_call_is_shown_under_its_surface(served: Served, client
         checkpoint(served, [meta("counted"), chunk([1, 16], R16.tobytes())])
     with pytest.raises(InferenceServerException):
         client.infer("nobody", [input_tensor("input", R16)])
-    expected = dict(zip(calls.SURFACES, (3, 2, 4, 2), strict=True))
+    expected = dict(zip(SURFACES, (3, 2, 4, 2), strict=True))
     deadline = time.monotonic() + 10
     while True:  # Envoy adds its times up once a second
         changed = {surface: count - before[surface] for surface, count in counts().items()}
