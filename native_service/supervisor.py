@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, envoy_install, preflight
+from native_service import embedded_triton, envoy_install, orphans, preflight
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converter
 from native_service.exposition import Loads
@@ -90,6 +90,9 @@ async def serve(settings: Settings, options: Options, *, announce: Callable[[str
         loop.add_signal_handler(number, stop.set)
     try:
         async with contextlib.AsyncExitStack() as ending:
+            if orphans.is_first():
+                reaping = asyncio.create_task(orphans.reap())
+                ending.callback(reaping.cancel)
             running = await _unless(stop, _start(settings, options, ending))
             if running is None:
                 _LOG.info("stopped before it was ready")
