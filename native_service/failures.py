@@ -72,23 +72,21 @@ def of_envoy(line: str) -> Failure | None:
         if status is None:
             return None  # the client went first
         return Failure(
-            _first(said["model"]) or model_of_cluster(cluster) or "",
+            model_of_cluster(cluster) or "",
             _surface(str(said["path"])),
             _NAMES.get(status, "UNKNOWN"),
             unquote(str(said["header"] or said["trailer"] or said["details"] or "")),
-            _first(said["id"]) or str(said["request_id"] or "-"),
+            _text(said["id"]) or str(said["request_id"] or "-"),
             float(said["ms"]) / 1000,
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _first(metadata: str) -> str:
-    """The first of the values in ``metadata``, a list in JSON that may have been cut off."""
-    try:
-        return str(next(iter(json.loads(metadata)), ""))
-    except ValueError:
-        return metadata.strip().removeprefix('["') if metadata.strip() != "-" else ""
+def _text(metadata: str) -> str:
+    """What Envoy writes for a value of its metadata, which it may have cut; empty for none."""
+    text = metadata.strip()
+    return "" if text == "-" else text.strip('"')
 
 
 def _surface(path: str) -> str:
