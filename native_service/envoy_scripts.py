@@ -27,16 +27,18 @@ STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
 
 
-def on_request(native: Sequence[ModelSpec]) -> str:
-    """Names the cluster of a call that Triton can answer as it is, for the ``native`` models.
+def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
+    """Names the cluster of a call that Triton can answer as it is, for ``native`` models and their time limits in s.
 
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
     """
-    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec in native)
+    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec, _ in native)
+    limits = ", ".join(f'["{spec.name}"] = {limit_s}' for spec, limit_s in native if limit_s is not None)
     asking = ", ".join(f'["/{KSERVE}/{method}"] = true' for method in ("ModelMetadata", "ModelConfig", "ModelReady"))
     return (
         f"local ranks = {{{ranks}}}\n"
+        f"local limits = {{{limits}}}\n"
         f'local infer, asking = "/{KSERVE}/ModelInfer", {{{asking}}}\n'
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
@@ -178,6 +180,17 @@ local function read_request(length, is_infer)
   return name
 end
 
+local unit_s = {H = 3600, M = 60, S = 1, m = 1e-3, u = 1e-6, n = 1e-9}
+
+-- No call of the model waits longer than its limit: Triton ends it then, and drops it when it has not begun.
+local function shorten(headers, limit_s)
+  local amount, unit = (headers:get("grpc-timeout") or ""):match("^(%d+)([HMSmun])$")
+  if amount and tonumber(amount) * unit_s[unit] <= limit_s then return end
+  -- Eight digits at most.
+  local text = limit_s < 99999 and math.ceil(limit_s * 1000) .. "m" or math.ceil(limit_s) .. "S"
+  headers:replace("grpc-timeout", text)
+end
+
 function envoy_on_request(request)
   local headers = request:headers()
   if headers:get(header) then
@@ -204,7 +217,9 @@ function envoy_on_request(request)
   buffer, window = nil, nil
   if name == nil then return end
   -- Waiting for the body has ended the life of the objects from before it.
-  request:headers():add(header, is_infer and prefix .. name or triton)
+  headers = request:headers()
+  if is_infer and limits[name] then shorten(headers, limits[name]) end
+  headers:add(header, is_infer and prefix .. name or triton)
   request:clearRouteCache()
 end
 """
