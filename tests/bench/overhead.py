@@ -110,45 +110,6 @@ def import_time() -> bool:
     runs = [subprocess.check_output([sys.executable, "-c", code]).split() for _ in range(9)]
     numpy_ms, all_ms = (statistics.median(float(run[i]) for run in runs) for i in range(2))
     print(f"import nereid_backend: {all_ms:.0f} ms, of which numpy {numpy_ms:.0f} ms (bar < {IMPORT_BELOW_MS})")
-    return statistics.median(times) * 1e3, len(times) / (time.perf_counter() - start)
-
-
-async def measure(repository: Path, seconds: float, repeats: int) -> bool:
-    install = await embedded_triton.find()
-    met = True
-    prefix = f"nereid-bench-{os.getpid()}-"
-    async with TritonServer(install, repository, shared_memory_prefix=prefix) as server:
-        await server.start()
-        for model in (OURS, MINIMAL):
-            await server.load(model, 120)
-        async with grpc.aio.insecure_channel(server.addresses.grpc) as channel:
-            for concurrency in CONCURRENCIES:
-                results: dict[str, list[tuple[float, float]]] = {OURS: [], MINIMAL: []}
-                for model in (OURS, MINIMAL):
-                    await window(channel, model, concurrency, 1)
-                for repeat in range(repeats):
-                    for model in (OURS, MINIMAL) if repeat % 2 == 0 else (MINIMAL, OURS):
-                        results[model].append(await window(channel, model, concurrency, seconds))
-                met &= report(concurrency, results[OURS], results[MINIMAL])
-    return met
-
-
-def report(concurrency: int, ours: Sequence[tuple[float, float]], minimal: Sequence[tuple[float, float]]) -> bool:
-    p50, rate = (statistics.median(a[i] / b[i] for a, b in zip(ours, minimal, strict=True)) for i in range(2))
-    print(
-        f"concurrency {concurrency:>2}: p50 {statistics.median(o[0] for o in ours):.3f} ms against "
-        f"{statistics.median(m[0] for m in minimal):.3f} ms, ratio {p50:.3f} (bar <= {P50_AT_MOST}); "
-        f"{statistics.median(o[1] for o in ours):.0f} req/s against {statistics.median(m[1] for m in minimal):.0f}, "
-        f"ratio {rate:.3f} (bar >= {RATE_AT_LEAST}); medians of {len(ours)} pairs"
-    )
-    return p50 <= P50_AT_MOST and rate >= RATE_AT_LEAST
-
-
-def import_time() -> bool:
-    """The import of the package with numpy, in fresh processes."""
-    code = "import time; t = time.perf_counter(); import nereid_backend; print((time.perf_counter() - t) * 1e3)"
-    times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(9)]
-    print(f"import nereid_backend: {statistics.median(times):.0f} ms, numpy included (bar < {IMPORT_BELOW_MS})")
     return all_ms < IMPORT_BELOW_MS
 
 
