@@ -14,6 +14,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from nereid_backend import pulse
 from nereid_backend.batching import Array
 from nereid_backend.engines import Engine, engine_class
 from nereid_backend.errors import CODE_IN_TEXT, Cancelled, InvalidArgument, NereidError
@@ -52,6 +53,7 @@ class TritonPythonModel:
             pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
             reason = (str(error).splitlines() or [""])[0]
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {reason}") from error
+        self.execute = pulse.told(self.execute)  # type: ignore[method-assign, assignment]
 
     def _open(self, spec: ModelSpec, directory: Path) -> None:
         self._spec = spec
