@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -52,7 +52,8 @@ class Catalogue:
     """The models of one Triton. One change at a time: callers take turns."""
 
     def __init__(self, run: RunDirectory, triton: TritonServer, load_timeout_s: float) -> None:
-        self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
+        self._run, self._triton = run, triton
+        self.load_timeout_s = load_timeout_s
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
@@ -62,6 +63,11 @@ class Catalogue:
     def models(self) -> Mapping[str, Admitted]:
         """What clients may call, by name; it follows what happens."""
         return MappingProxyType(self._public)
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]:
+        """Everything that is served, hidden models too, by name."""
+        return MappingProxyType(self._served)
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -115,6 +121,12 @@ class Catalogue:
             for folder in (staged.folder, before):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
+    async def admit(self, source: Source) -> None:
+        """Serve the model of ``source`` with the capacity its settings have now. Raises EnvoyUnavailable."""
+        served = {**self._served, source.name: replace(self._served[source.name], source=source)}
+        await self._publish(served)
+        self._set(served)
+
     async def remove(self, name: str) -> None:
         """Serve ``name`` no longer. Raises NereidError when it could not be routed away; then it is served as before.
 
@@ -146,7 +158,7 @@ class Catalogue:
     async def _load_anew(self, model: str) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
         os.utime(self._run.repository / model / VERSION)
-        await self._triton.load(model, self._load_timeout_s)
+        await self._triton.load(model, self.load_timeout_s)
 
     def _set(self, served: dict[str, ServedModel]) -> None:
         self._served = served
@@ -172,7 +184,7 @@ class Catalogue:
                     _move(fresh / model, repository / model)
                 elif model in self._triton.find_dead():
                     os.utime(repository / model / VERSION)
-                await self._triton.load(model, self._load_timeout_s)
+                await self._triton.load(model, self.load_timeout_s)
                 loaded.append(model)
             await self._publish({**self._served, new.spec.name: new})
         except (NereidError, OSError):

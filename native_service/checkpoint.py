@@ -24,14 +24,14 @@ class Budget:
     """Bytes that all calls together may hold; asking for more than is left is refused at once."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
+        self.total_bytes = total_bytes
         self.used_bytes = 0
 
     def take(self, count: int) -> None:
         """Raises ResourceExhausted, and then takes nothing."""
-        if self.used_bytes + count > self._total:
+        if self.used_bytes + count > self.total_bytes:
             raise ResourceExhausted(
-                f"this server holds at most {self._total} bytes of Checkpoint tensors, retry later"
+                f"this server holds at most {self.total_bytes} bytes of Checkpoint tensors, retry later"
                 " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count

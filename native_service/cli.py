@@ -20,6 +20,9 @@ _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "models": ("native_service.server_commands", "models", "List the models of a running server."),
+    "reload": ("native_service.server_commands", "reload", "Let a running server read its settings again."),
+    "status": ("native_service.server_commands", "status", "Show how a running server is."),
     "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
@@ -100,8 +103,8 @@ def serve(
         chosen = settings.for_folder(path, bind=bind or settings.DEFAULT_BIND, http=http)
     else:
         chosen = from_file()
-    reread = from_file if path is None else None
-    options = supervisor.Options(tritonserver, envoy, state, watch, reread)
+    file = None if path is not None else config or Path(settings.DEFAULT_FILE)
+    options = supervisor.Options(tritonserver, envoy, state, watch, from_file if file else None, file)
     serving = supervisor.serve(chosen, options, announce=_announce)
     sys.exit(asyncio.run(serving))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from native_service import launch
-from nereid_backend import locks
+from nereid_backend import locks, progress
 from nereid_backend.cache import PRIVATE, cache_folder
 from nereid_backend.errors import TritonUnavailable
 
@@ -172,7 +172,6 @@ async def _wait_for_lock(path: Path) -> int:
 
 
 async def _download(folder: Path) -> Path:
-    _LOG.info("fetching tritonserver %s (55 MB, once) from the package index", TRITON_VERSION)
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{WHEEL}=={WHEEL_VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     pip = await asyncio.create_subprocess_exec(
@@ -183,7 +182,9 @@ async def _download(folder: Path) -> Path:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        output, _ = await pip.communicate()
+        what = f"fetching tritonserver {TRITON_VERSION} (55 MB, once) from the package index"
+        with progress.told(_LOG, what):
+            output, _ = await pip.communicate()
     finally:
         if pip.returncode is None:
             pip.kill()

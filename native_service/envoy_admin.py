@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 
@@ -32,6 +33,12 @@ class EnvoyAdmin:
             return await self._ask("GET", "/ready") == "LIVE\n"
         except EnvoyUnavailable:
             return False
+
+    async def version(self) -> str:
+        """Envoy's version, such as 1.40.0."""
+        # <commit>/<version>/<how it was built>
+        parts = str(json.loads(await self._ask("GET", "/server_info"))["version"]).split("/")
+        return parts[1] if len(parts) > 1 else parts[0]
 
     async def drain(self) -> None:
         """Close the listeners after the drain time; until then ask clients to leave. Calls in flight go on."""

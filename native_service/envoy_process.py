@@ -66,6 +66,8 @@ class EnvoyServer:
         self._models: list[Admitted] = []
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
+        self.restarts = 0
+        """How often it was started again after its death."""
 
     @property
     def admin(self) -> EnvoyAdmin:
@@ -184,6 +186,7 @@ class EnvoyServer:
         reason = await self._next_death()
         while len(deaths) < _MOST_RESTARTS or time.monotonic() - deaths[0] > _RESTART_WINDOW_S:
             deaths.append(time.monotonic())
+            self.restarts += 1
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:

@@ -18,7 +18,7 @@ from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.script_calls import Counts, ScriptCalls
-from native_service.settings import Address, ServerSettings
+from native_service.settings import Address, Limits, ServerSettings
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec
@@ -44,6 +44,7 @@ class Front:
         self._inference: Inference | None = None
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._native: NereidService | None = None
         self._specs: list[ModelSpec] = []
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
@@ -73,7 +74,7 @@ class Front:
         self._ending.push_async_callback(scripts.stop)
         kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts)
         native = NereidService(specs, inference, limits, scripts)
-        self._services = (kserve, native)
+        self._services, self._native = (kserve, native), native
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
@@ -112,6 +113,11 @@ class Front:
         return {} if self._scripts is None else self._scripts.counts
 
     @property
+    def envoy_restarts(self) -> int:
+        """How often Envoy was started again after its death."""
+        return 0 if self._envoy is None else self._envoy.restarts
+
+    @property
     def envoy_pid(self) -> int | None:
         return None if self._envoy is None else self._envoy.pid
 
@@ -142,6 +148,11 @@ class Front:
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:
             service.set_models(specs)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""
+        if self._native is not None:
+            self._native.set_limits(limits)
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

@@ -26,6 +26,8 @@ from nereid_backend.cache import PRIVATE
 _LOG = logging.getLogger("nereid.run")
 
 MARK = "NEREID_RUN"
+CONTROL_SOCKET = "control.sock"
+"""Where the commands of the same user reach the supervisor; see control_channel.py."""
 _PROC = Path("/proc")
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 with the terminating zero
 _KILL_WAIT_S = 5.0
@@ -94,6 +96,12 @@ class RunDirectory:
         os.close(self._folder)
         os.close(self._lease)
         self._lease = None
+
+
+def runs_below(cache_folder: Path) -> list[Path]:
+    """The folders of all runs, dead ones too."""
+    runs = cache_folder / "run"
+    return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
 
 
 def sweep(runs: Path) -> None:

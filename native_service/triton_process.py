@@ -213,6 +213,11 @@ class TritonServer:
             self._exit_hangs = True
         return frozenset(self._dead)
 
+    def processes_of(self, model: str) -> list[int]:
+        """The ids of the processes that serve ``model``, as far as they live."""
+        running = self._processes.get(model, ())
+        return [pid for pid in running if stubs.is_running(pid, self._repository / model)]
+
     def _regions(self, pids: Iterable[int]) -> dict[int, frozenset[Path]]:
         return {pid: stubs.regions_of(pid, self._prefix) for pid in pids}
 
