@@ -104,6 +104,21 @@ def runs_below(cache_folder: Path) -> list[Path]:
     return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
 
 
+def leftovers(cache_folder: Path) -> tuple[list[str], list[str]]:
+    """The names of dead runs below ``cache_folder``, and of regions of shared memory whose run is dead or gone."""
+    with locks.locked(cache_folder / "run.lock"):  # nobody is just about to take a lease
+        dead: list[Path] = []
+        living: list[Path] = []
+        for run in runs_below(cache_folder):
+            lease = locks.try_lock(run / "lease")
+            (living if lease is None else dead).append(run)
+            if lease is not None:
+                os.close(lease)
+    ours = SHARED_MEMORY.glob(f"nereid-{_of_cache(cache_folder)}-*")
+    prefixes = tuple(map(_prefix, living))
+    return [run.name for run in dead], [region.name for region in ours if not region.name.startswith(prefixes)]
+
+
 def sweep(runs: Path) -> None:
     """Clear every run below ``runs`` whose lease nobody holds."""
     for path in sorted(runs.iterdir()):
@@ -121,8 +136,11 @@ def sweep(runs: Path) -> None:
 
 def _prefix(run: Path) -> str:
     # The folder of the cache is part of the name because several caches may share one /dev/shm.
-    folder = hashlib.sha256(os.fsencode(run.parent.parent)).hexdigest()[:8]
-    return f"nereid-{folder}-{run.name}-"
+    return f"nereid-{_of_cache(run.parent.parent)}-{run.name}-"
+
+
+def _of_cache(folder: Path) -> str:
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
 
 
 def _clear(run: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -137,10 +136,10 @@ async def _start(
     server = settings.server
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
-            _check_free(key, address)
+            preflight.check_free(key, address)
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
-    preflight.check(install)
+    preflight.check(install, server.limits, cache_folder())
     run = RunDirectory.open(cache_folder())
     ending.callback(run.close)
     triton = TritonServer(
@@ -251,18 +250,6 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         stopped.cancel()
         task.cancel()
         await asyncio.gather(task, stopped, return_exceptions=True)
-
-
-def _check_free(key: str, address: Address) -> None:
-    """Find a taken port before minutes of converting and loading. Raises SettingsError."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-            probe.listen(1)
-        except OSError as error:
-            raise SettingsError(f"server.{key} {address} cannot be bound ({error.strerror})") from None
 
 
 def _write_atomically(path: Path, text: str) -> None:
