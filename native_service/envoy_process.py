@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from native_service import envoy_config, processes
+from native_service import envoy_access, envoy_config, processes
+from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
 from native_service.settings import Address
@@ -53,8 +54,11 @@ class EnvoyServer:
         bind: Address,
         max_message_bytes: int,
         environment: Mapping[str, str],
+        access: Access = envoy_access.OPEN,
+        http: Address | None = None,
     ) -> None:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
+        self._access, self._http = access, http
         self._program, self._folder, self._short_folder = program, folder, short_folder
         self._bind, self._max_message_bytes = bind, max_message_bytes
         self._environment = {**os.environ, **environment}
@@ -79,16 +83,22 @@ class EnvoyServer:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
+    @property
+    def http(self) -> Address | None:
+        """Where health and metrics are, with the real port."""
+        return None if self._settings is None else self._settings.http
+
     async def start(self, triton: str, models: Sequence[Admitted]) -> Address:
         """Open the public address in front of Triton's gRPC at ``triton``; the address with its real port.
 
         Raises SettingsError for a taken port, EnvoyUnavailable with the reason for anything else.
         """
         (self._folder / envoy_config.DYNAMIC_FOLDER).mkdir(exist_ok=True)
+        self._write_secrets()
         self._admin = EnvoyAdmin(f"{self._short_folder}/{envoy_config.ADMIN_SOCKET}")
         for tries_left in reversed(range(_START_TRIES)):
-            bind = self._bind if self._bind.port else self._bind._replace(port=_free_port(self._bind.host))
-            settings = EnvoySettings(bind, triton, self._max_message_bytes)
+            bind, http = _with_port(self._bind), self._http and _with_port(self._http)
+            settings = EnvoySettings(bind, triton, self._max_message_bytes, self._access, http)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
@@ -101,7 +111,9 @@ class EnvoyServer:
                     raise
                 # Between our look at a free port and Envoy's bind another program may take it.
                 if self._bind.port or not tries_left:
-                    raise SettingsError(f"server.bind_addr {bind} cannot be bound (Address already in use)") from None
+                    complaint = self._complaints[-1] if self._http else ""
+                    key, taken = ("http_addr", http) if f"'{http}'" in complaint else ("bind_addr", bind)
+                    raise SettingsError(f"server.{key} {taken} cannot be bound (Address already in use)") from None
                 continue
             self._settings, self._models = settings, list(models)
             self._supervision = asyncio.create_task(self._supervise())
@@ -292,15 +304,36 @@ class EnvoyServer:
             await asyncio.sleep(_UPDATE_POLL_S)
         raise EnvoyUnavailable(f"Envoy did not read the new {file} within {_UPDATE_TIMEOUT_S:g} s")
 
+    def read_certificates_again(self) -> None:
+        """Use what the files of ``server.tls`` hold now, for new connections; without TLS this does nothing."""
+        self._write_secrets()
+
+    def _write_secrets(self) -> None:
+        if (credentials := self._access.credentials) is not None and credentials.tokens is not None:
+            secret = self._folder / envoy_access.TOKEN_SECRET_FILE
+            secret.touch(mode=0o600)
+            secret.write_text(envoy_access.token_secret_file(credentials.tokens))
+        if self._access.tls is None:
+            return
+        folder = self._folder / envoy_access.TLS_FOLDER
+        folder.mkdir(exist_ok=True)
+        for file, content in envoy_access.secret_files(self._access.tls).items():
+            beside = self._folder / file
+            beside.write_text(json.dumps(content))
+            # The rename is what Envoy watches for; it then reads the user's files, too.
+            beside.replace(folder / file)
+
     def _write(self, file: str, content: Json) -> None:
         beside = self._folder / file
         beside.write_text(json.dumps(content))
         beside.replace(self._folder / envoy_config.DYNAMIC_FOLDER / file)
 
 
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _with_port(address: Address) -> Address:
+    """``address``, with a port that is free now in the place of port 0."""
+    if address.port:
+        return address
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+        probe.bind((address.host, 0))
+        return address._replace(port=probe.getsockname()[1])

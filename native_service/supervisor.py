@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, envoy_install, preflight
+from native_service import certificates, credentials, embedded_triton, envoy_install, preflight
 from native_service.catalogue import Catalogue
 from native_service.control_channel import ControlChannel
 from native_service.conversion import Converter
+from native_service.envoy_access import Access
+from native_service.envoy_config import HTTP_SOCKET
 from native_service.front import Front
 from native_service.hangup import Hangup
 from native_service.http_endpoints import HttpEndpoints
@@ -25,7 +27,7 @@ from native_service.model_control import ModelControl
 from native_service.recent_failures import RecentFailures
 from native_service.reload import Reload, live_limits
 from native_service.run_directory import RunDirectory
-from native_service.settings import Address, Settings
+from native_service.settings import Address, ServerSettings, Settings
 from native_service.status import Status
 from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from native_service.watchdog import Watchdog
@@ -46,7 +48,6 @@ class Endpoints:
     public: Address
     http: Address | None
     triton_grpc: str
-    triton_http: str
     triton_metrics: str
     models: tuple[str, ...]
 
@@ -56,7 +57,6 @@ class Endpoints:
         return {
             "address": str(self.public),
             "triton_grpc": self.triton_grpc,
-            "triton_http": self.triton_http,
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
         }
@@ -137,6 +137,7 @@ async def _start(
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
             preflight.check_free(key, address)
+    access = _access(server)
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
     preflight.check(install, server.limits, cache_folder())
@@ -177,13 +178,13 @@ async def _start(
     ending.push_async_callback(triton.stop)
     await triton.start()
     await control.load_converted(converted)
-    front = Front(envoy, run, triton)
+    front = Front(envoy, run, triton, access)
     ending.push_async_callback(front.stop)
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
-    http, where = None, triton.addresses
-    if server.http is not None:
+    http, where = front.http, triton.addresses
+    if http is not None:
         probes = HttpEndpoints(
-            server.http,
+            f"{run.short_path}/{HTTP_SOCKET}",
             models=catalogue.models,
             is_ready=front.is_ready,
             metrics=where.metrics,
@@ -191,7 +192,7 @@ async def _start(
             scripts=lambda: front.script_counts,
             restarts=lambda: control.restarts,
         )
-        http = await probes.start()
+        await probes.start()
         ending.push_async_callback(probes.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
@@ -202,7 +203,7 @@ async def _start(
     watching.add_done_callback(partial(_report_failure, "models whose process dies are not started again any more"))
     ending.callback(watching.cancel)
     names = tuple(catalogue.models)
-    endpoints = Endpoints(public, http, where.grpc, where.http, where.metrics, names)
+    endpoints = Endpoints(public, http, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
     reload = Reload(settings, options.reread, control, [live_limits(front, catalogue)])
     hangup.will(reload.run)
@@ -217,6 +218,13 @@ def _sources(settings: Settings, options: Options) -> dict[str, str | None]:
         "state_file": options.state_file,
     }
     return {key: None if path is None else os.path.realpath(path) for key, path in paths.items()}
+
+
+def _access(server: ServerSettings) -> Access:
+    """Certificates checked and keys read, before minutes of converting and loading. Raises SettingsError."""
+    if server.tls is not None:
+        certificates.check(server.tls)
+    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
 
 
 def _report_failure(loss: str, task: asyncio.Task[None]) -> None:
