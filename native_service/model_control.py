@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converted, Converter, Source
 from native_service.model_records import ModelRecord, ModelRecords
-from native_service.settings import Settings
+from native_service.settings import ModelSettings, Settings
 from native_service.triton_errors import without_paths
 from native_service.watch import Fingerprint, fingerprint, scan, settled
 from nereid_backend.errors import (
@@ -34,6 +34,8 @@ from nereid_backend.spec import ModelSpec
 _LOG = logging.getLogger("nereid.serve")
 
 _MOST_WAITING = 16
+# What a model need not be converted or loaded anew for, as its queue_capacity.
+_ADMISSION_OPTIONS = ("time_limit_s", "required")
 
 
 class _Attempt(NamedTuple):
@@ -139,11 +141,16 @@ class ModelControl:
 
     async def route_dead(self) -> None:
         """Send the callers of models whose process has died away. Raises NereidError."""
-        await self._in_turn(self._catalogue.route_dead)
+        await self._catalogue.route_dead()
 
     async def revive(self, name: str) -> None:
-        """Serve ``name``, whose process has died, again, if it is still to be served. Raises NereidError."""
-        await self._in_turn(partial(self._revive, name))
+        """Serve ``name``, whose process has died, again, if it is still to be served. Raises NereidError.
+
+        It does not wait for the changes of other models.
+        """
+        if await self._catalogue.revive(name):
+            self._restarts[name] += 1
+            _LOG.info("model %r is back", name)
 
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
         """Keep up with the folder, and with the list of models that ``reread`` gives, until cancelled."""
@@ -215,12 +222,6 @@ class ModelControl:
             raise NotFound(f"no model {name!r} to unload; RepositoryIndex lists what is served")
         self._unloaded.add(name)
 
-    async def _revive(self, name: str) -> None:
-        if name in self._catalogue.specs:
-            await self._catalogue.revive(name)
-            self._restarts[name] += 1
-            _LOG.info("model %r is back", name)
-
     async def _put(self, source: Source, converter: Converter) -> None:
         await self._serve(source, await self._stage(source, converter, self._catalogue.specs))
 
@@ -254,7 +255,7 @@ class ModelControl:
                     attempt = _Attempt(source, state, _callees(source, specs))
                     if self._tried.get(source.name) == attempt and self._records[source.name].failure is None:
                         continue
-                    if self._differs_in_capacity(attempt):
+                    if self._differs_in_admission(attempt):
                         admitted.append(source)
                         continue
                     try:
@@ -277,8 +278,8 @@ class ModelControl:
             what = "changed" if source.name in served else "added"
             await self._told(self._serve(source, ready), f"model {source.name!r} {what}", outcome)
         for source in admitted:
-            what = f"model {source.name!r} takes {source.settings.queue_capacity} calls"
-            await self._told(self._admit(source), what, outcome)
+            what = ", ".join(_news_of_admission(self._tried[source.name].source.settings, source.settings))
+            await self._told(self._admit(source), f"model {source.name!r}: {what}", outcome)
         for name in sorted({*self._tried, *served} - {source.name for source in sources}):
             await self._told(self._miss(name, view), None, outcome)
         outcome.applied.extend(f"model {name!r} removed" for name in served if name not in self._catalogue.specs)
@@ -304,17 +305,17 @@ class ModelControl:
         """Whether the folder is a model itself, instead of one of models."""
         return any(source.path == self._settings.server.folder for source, *_ in self._tried.values())
 
-    def _differs_in_capacity(self, now: _Attempt) -> bool:
-        """Whether the model is served as ``now`` describes it but for the number of calls that it takes at a time.
-
-        A script's own files hold that number.
-        """
+    def _differs_in_admission(self, now: _Attempt) -> bool:
+        """Whether the model is served as ``now`` describes it but for what is decided before its calls reach it."""
         name = now.source.name
         tried, spec = self._tried.get(name), self._catalogue.specs.get(name)
-        if tried is None or spec is None or spec.script is not None or self._records[name].failure is not None:
+        if tried is None or spec is None or self._records[name].failure is not None:
             return False
-        capacity = {"queue_capacity": now.source.settings.queue_capacity}
-        settings = tried.source.settings.model_copy(update=capacity)
+        old, new = tried.source.settings, now.source.settings
+        if spec.script is not None and old.queue_capacity != new.queue_capacity:
+            return False  # its own files hold that number
+        options = old.options.model_copy(update={key: getattr(new.options, key) for key in _ADMISSION_OPTIONS})
+        settings = old.model_copy(update={"queue_capacity": new.queue_capacity, "options": options})
         return tried._replace(source=replace(tried.source, settings=settings)) == now
 
     async def _admit(self, source: Source) -> None:
@@ -334,7 +335,7 @@ class ModelControl:
                 attempt = _Attempt(source, state, _callees(source, self._catalogue.specs))
                 if self._tried.get(source.name) == attempt:
                     continue
-                if self._differs_in_capacity(attempt):
+                if self._differs_in_admission(attempt):
                     await self._admit(source)
                 else:
                     await self._try(source, converter)
@@ -399,3 +400,12 @@ class ModelControl:
 def _callees(source: Source, others: Mapping[str, ModelSpec]) -> Mapping[str, ModelSpec]:
     """The contracts of those of ``others`` that ``source`` calls."""
     return {name: others[name].contract for name in source.calls or () if name in others}
+
+
+def _news_of_admission(old: ModelSettings, new: ModelSettings) -> Iterator[str]:
+    if old.queue_capacity != new.queue_capacity:
+        yield f"queue_capacity is {new.queue_capacity} now, was {old.queue_capacity}"
+    for key in _ADMISSION_OPTIONS:
+        before, now = getattr(old.options, key), getattr(new.options, key)
+        if before != now:
+            yield f"options.{key} is {now} now, was {before}"

@@ -68,6 +68,7 @@ class Status:
             },
             "memory_bytes": resident_bytes(processes.values()) + sum(model["memory_bytes"] for model in models),
             "restarts": {
+                "tritonserver": self._triton.restarts,
                 "envoy": 0 if self._opened is None else self._opened[0].envoy_restarts,
                 "models": sum(model["restarts"] for model in models),
             },
@@ -154,7 +155,7 @@ def _state_of(record: ModelRecord, *, is_served: bool, is_away: bool) -> tuple[s
     """The state of a model and what is to be said of it. One that is served stays ready while a new version comes."""
     step = None if record.step is None else f"{record.step} a new version" if is_served else record.step
     if is_away:
-        return AWAY, "its process has died, or that of a model it calls; it is being started again"
+        return AWAY, "a process of it or of a model it calls has died; it is being started again"
     if is_served:
         return READY, step or (record.failure and f"the version before goes on: {record.failure}")
     if record.step is None and record.failure is not None:

@@ -317,7 +317,12 @@ def test_a_reload_serves_what_the_settings_list_and_touches_nothing_else(models:
         (models / "new").write_text("1")
         outcome = await reload(same=1, changes=1, grows=7, new=1)
         assert outcome == Outcome(
-            ["model 'changes' changed", "model 'new' added", "model 'grows' takes 7 calls", "model 'goes' removed"]
+            [
+                "model 'changes' changed",
+                "model 'new' added",
+                "model 'grows': queue_capacity is 7 now, was 1",
+                "model 'goes' removed",
+            ]
         )
         assert controlled.triton.serves == {"same": "1", "changes": "2", "grows": "1", "new": "1"}
         assert controlled.front.models == {"same": 1, "changes": 1, "grows": 7, "new": 1}
