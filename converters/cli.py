@@ -16,7 +16,10 @@ from typing import Any
 import click
 
 from converters.backpressure import DEFAULT_CAPACITY
+from nereid_backend import progress
 from nereid_backend.errors import BundleError, NereidError, short_repr
+
+_LOG = logging.getLogger("nereid.convert")
 
 DEFAULT_OUTPUT = Path("triton_models")
 DEFAULT_SIGNATURE = "serving_default"
@@ -72,7 +75,8 @@ def command(
         )
     signal.signal(signal.SIGTERM, _leave)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("nereid.environments").setLevel(logging.INFO)  # a build takes minutes
+    for log in (_LOG, logging.getLogger("nereid.environments")):  # a build takes minutes
+        log.setLevel(logging.INFO)
     found = [model for source in sources for model in _found(source)]
     found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
     if name is not None and len(found) != 1:
@@ -180,7 +184,8 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     from converters.convert import convert
 
     try:
-        prepared = convert(source, output, **options)
+        with progress.told(_LOG, f"converting {source}", at_start=False):
+            prepared = convert(source, output, **options)
     except NereidError as error:
         click.echo(f"error: {source}: {error}", err=True)
         return False

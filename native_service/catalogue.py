@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -56,7 +56,8 @@ class Catalogue:
     """The models of one Triton. Changes of one model take turns; a slow one does not hold up those of others."""
 
     def __init__(self, run: RunDirectory, triton: TritonServer, load_timeout_s: float) -> None:
-        self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
+        self._run, self._triton = run, triton
+        self.load_timeout_s = load_timeout_s
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
@@ -71,6 +72,11 @@ class Catalogue:
     def models(self) -> Mapping[str, Admitted]:
         """What clients may call, by name; it follows what happens."""
         return MappingProxyType(self._public)
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]:
+        """Everything that is served, hidden models too, by name."""
+        return MappingProxyType(self._served)
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -129,6 +135,12 @@ class Catalogue:
             for folder in (staged.folder, before):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
+    async def admit(self, source: Source) -> None:
+        """Serve the model of ``source``, as it is, under the settings it has now. Raises EnvoyUnavailable."""
+        name = source.name
+        async with self._turns[name]:
+            await self._serve(lambda served: {**served, name: replace(served[name], source=source)})
+
     async def remove(self, name: str) -> None:
         """Serve ``name`` no longer. Raises NereidError when it could not be routed away; then it is served as before.
 
@@ -174,7 +186,7 @@ class Catalogue:
     async def _load_anew(self, model: str) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
         os.utime(self._run.repository / model / VERSION)
-        await self._triton.load(model, self._load_timeout_s)
+        await self._triton.load(model, self.load_timeout_s)
 
     async def _serve(self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]]) -> None:
         """Route to what ``change`` makes of all that is served, and serve it from then on. Raises EnvoyUnavailable."""
@@ -207,7 +219,7 @@ class Catalogue:
                     _move(fresh / model, repository / model)
                 elif model in self._triton.find_dead():
                     os.utime(repository / model / VERSION)
-                await self._triton.load(model, self._load_timeout_s)
+                await self._triton.load(model, self.load_timeout_s)
                 loaded.append(model)
             await self._serve(lambda served: {**served, new.source.name: new})
         except (NereidError, OSError):

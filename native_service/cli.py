@@ -20,6 +20,10 @@ _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "doctor": ("native_service.doctor", "doctor", "Check this machine and say what to do about it."),
+    "models": ("native_service.server_commands", "models", "List the models of a running server."),
+    "reload": ("native_service.server_commands", "reload", "Let a running server read its settings again."),
+    "status": ("native_service.server_commands", "status", "Show how a running server is."),
     "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
@@ -34,7 +38,10 @@ class _LateGroup(click.Group):
         if cmd_name not in _ELSEWHERE:
             return super().get_command(ctx, cmd_name)
         module, attribute, _ = _ELSEWHERE[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        try:
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise _missing(cmd_name, error) from None
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -43,6 +50,10 @@ class _LateGroup(click.Group):
         rows = {**own, **{name: line for name, (_, _, line) in _ELSEWHERE.items()}}
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows.items()))
+
+
+def _missing(what: str, error: ModuleNotFoundError) -> NereidError:
+    return NereidError(f"{what} needs {error.name}; pip install 'nereid-triton[serve]'")
 
 
 @click.group(cls=_LateGroup)
@@ -91,7 +102,7 @@ def serve(
         if watch:
             import watchfiles  # noqa: F401 - used much later, where nobody could be told
     except ModuleNotFoundError as error:
-        raise NereidError(f"serving needs {error.name}; pip install 'nereid-triton[serve]'") from None
+        raise _missing("serving", error) from None
 
     _log_to_stderr(verbose, log_format or "text")
 
@@ -104,8 +115,8 @@ def serve(
         chosen = from_file()
     if log_format is None and chosen.server.log_format != "text":
         _log_to_stderr(verbose, chosen.server.log_format)
-    reread = from_file if path is None else None
-    options = supervisor.Options(tritonserver, envoy, state, watch, reread)
+    file = None if path is not None else config or Path(settings.DEFAULT_FILE)
+    options = supervisor.Options(tritonserver, envoy, state, watch, from_file if file else None, file)
     serving = supervisor.serve(chosen, options, announce=_announce)
     sys.exit(asyncio.run(serving))
 

@@ -52,6 +52,12 @@ class EnvoyAdmin:
         except EnvoyUnavailable:
             return False
 
+    async def version(self) -> str:
+        """Envoy's version, such as 1.40.0."""
+        # <commit>/<version>/<how it was built>
+        parts = str(json.loads(await self._ask("GET", "/server_info"))["version"]).split("/")
+        return parts[1] if len(parts) > 1 else parts[0]
+
     async def drain(self) -> None:
         """Close the listeners after the drain time; until then ask clients to leave. Calls in flight go on."""
         await self._ask("POST", "/drain_listeners?graceful&skip_exit")

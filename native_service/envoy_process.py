@@ -76,6 +76,8 @@ class EnvoyServer:
         self._models: list[Admitted] = []
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
+        self.restarts = 0
+        """How often it was started again after its death."""
 
     @property
     def admin(self) -> EnvoyAdmin:
@@ -205,6 +207,7 @@ class EnvoyServer:
         tries = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S)
         reason = await self._next_death()
         while tries.take():
+            self.restarts += 1
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:

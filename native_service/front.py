@@ -21,7 +21,7 @@ from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.script_calls import ScriptCalls
-from native_service.settings import Address, ServerSettings
+from native_service.settings import Address, Limits, ServerSettings
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec
@@ -139,6 +139,11 @@ class Front:
             )
 
     @property
+    def envoy_restarts(self) -> int:
+        """How often Envoy was started again after its death."""
+        return 0 if self._envoy is None else self._envoy.restarts
+
+    @property
     def http(self) -> Address | None:
         """Where health and metrics are, with the real port; None when they are off."""
         return None if self._envoy is None else self._envoy.http
@@ -177,6 +182,11 @@ class Front:
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:
             service.set_models(specs)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""
+        if self._native is not None:
+            self._native.set_limits(limits)
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

@@ -43,6 +43,11 @@ class NereidService:
         self._limits = limits
         self.budget = Budget(limits.max_buffered_bytes)
 
+    def set_limits(self, limits: Limits) -> None:
+        """What calls that begin from now on may send, and what all of them may hold."""
+        self._limits = limits
+        self.budget.total_bytes = limits.max_buffered_bytes
+
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
         self._specs: Mapping[str, ModelSpec] = {spec.name: spec for spec in models}

@@ -106,6 +106,8 @@ class TritonServer:
         self._loaded: set[str] = set()
         self._stuck: set[str] = set()
         self._exit_hangs = False
+        self.restarts = 0
+        """How often ``restart`` was called."""
         self._record = stubs.StubRecord(repository, shared_memory_prefix, pulses)
 
     async def __aenter__(self) -> Self:
@@ -158,6 +160,7 @@ class TritonServer:
 
         What was loaded counts as dead until it is loaded again. Raises TritonUnavailable with the reason.
         """
+        self.restarts += 1
         self._bury()
         await self._end_process(grace_s=0)
         await self._launch()
@@ -223,6 +226,10 @@ class TritonServer:
         dead = self._record.look(self.pid, self._loading)
         self._exit_hangs |= not dead.isdisjoint(self._loaded)
         return dead
+
+    def processes_of(self, model: str) -> list[int]:
+        """The ids of the processes that serve ``model``."""
+        return self._record.processes_of(model)
 
     def kill_hung(self, limits: Mapping[str, float]) -> list[str]:
         """Kill the processes that will not answer any more; a line for each. ``limits`` are of a model's run, in s."""
