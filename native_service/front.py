@@ -19,6 +19,7 @@ from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
+from native_service.regions import Regions
 from native_service.run_directory import RunDirectory
 from native_service.script_calls import ScriptCalls
 from native_service.settings import Address, Limits, ServerSettings
@@ -81,7 +82,9 @@ class Front:
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
         kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts)
-        native = NereidService(specs, inference, limits, scripts)
+        regions = Regions(self._run.shared_memory_prefix, self._triton)
+        self._ending.push_async_callback(regions.close)
+        native = NereidService(specs, inference, limits, scripts, regions)
         self._native, self._services = native, (kserve, native)
         inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
