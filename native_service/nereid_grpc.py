@@ -180,7 +180,7 @@ class NereidService:
             for chunk in output_chunks(outputs[tensor.name]):
                 await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
         await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
-        return sum(len(outputs[tensor.name].data) for tensor in spec.client_outputs)
+        return sum(outputs[tensor.name].size_bytes for tensor in spec.client_outputs)
 
 
 class NativeServer:
