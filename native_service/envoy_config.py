@@ -1,10 +1,9 @@
 """Envoy's configuration, generated from what is served: one public address, a permit per call in flight.
 
-Every public call passes three filters. ``grpc_field_extraction`` reads the model's name and the inputs' shapes out of
-the first message; a Lua script turns them into the header ``nereid-cluster``; the router follows that header. A
-request without the header (streams, listings, unknown models, a batch dimension left out, the native service) goes to
-our own service. Each model has a cluster of its own, all of them pointing at Triton, whose circuit breaker is the
-model's count of permits.
+A Lua script reads the model's name and the inputs' shapes out of every public request that Triton may answer and turns
+them into the header ``nereid-cluster``, which the router follows. A request without the header (streams, listings,
+unknown models, a batch dimension left out, the native service) goes to our own service. Each model has a cluster of its
+own, all of them pointing at Triton, whose circuit breaker is the model's count of permits.
 
 The service calls Triton through a second listener, a Unix socket, and names the cluster itself: the permits are
 shared. Both listeners count the calls that fail, by cluster and status. Clusters and routes are files that Envoy
@@ -13,19 +12,16 @@ watches; the rest is fixed for its life. All of it is JSON, because Envoy's YAML
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf import descriptor_pb2
-from tritonclient.grpc import model_config_pb2, service_pb2
-
-from native_service import envoy_scripts
+from native_service import envoy_access, envoy_scripts
+from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
-    EXTRACTION,
     INTERNAL,
+    KSERVE,
     MODEL_PREFIX,
     RESOURCE_EXHAUSTED,
     TRITON,
@@ -37,10 +33,9 @@ from nereid_backend.spec import ModelSpec
 Json = dict[str, Any]
 
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
-ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "service.sock"
+ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
-KSERVE = "inference.GRPCInferenceService"
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
@@ -55,8 +50,13 @@ _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
+# How long headers, and a TLS handshake, may take to arrive.
+_HEADERS_S = 10
+_HEADER_LIMITS: Json = {"max_headers_count": 100}
+_MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
+_CONTENT_TOO_LARGE = 413  # HTTP's
 _MOST_FRAMES = 1_000_000
 _SERVICE_WINDOW, _SMALLEST_CONNECTION_WINDOW = 1024 * 1024, 256 * 1024 * 1024
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
@@ -88,6 +88,9 @@ class EnvoySettings:
     bind: Address
     triton: str
     max_message_bytes: int
+    access: Access = envoy_access.OPEN
+    http: Address | None = None
+    """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
 
 
 def model_cluster(name: str) -> str:
@@ -105,7 +108,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
     return {
         **_base(),
-        "static_resources": {"listeners": [_public(settings, routes), _inner(settings)]},
+        "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -113,7 +116,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = [_public(settings, routes), _inner(settings)]
+    listeners = [_public(settings, routes), *_fixed(settings)]
     return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
@@ -135,6 +138,7 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
         _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
+        *([_http_cluster()] if settings.http else []),
     ]
 
 
@@ -153,20 +157,12 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     on_request = envoy_scripts.on_request(native)
     service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
-    # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
-    encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
-    unread = {EXTRACTION: {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}}
     host: Json = {
         "name": _ROUTES,
         "domains": ["*"],
         "request_headers_to_remove": [CLUSTER_HEADER],
-        "typed_per_filter_config": _script(on_request),
+        "typed_per_filter_config": {**_script(on_request), **envoy_access.per_route(settings.access.credentials)},
         "routes": [
-            {
-                "match": {"prefix": "/", "headers": [encoded]},
-                **service,
-                "typed_per_filter_config": {**scripted, **unread},
-            },
             _named_route(f"/{KSERVE}/"),
             {"match": {"prefix": "/"}, **service, "typed_per_filter_config": scripted},
         ],
@@ -212,17 +208,82 @@ def _watched(file: str) -> Json:
 
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
-    filters = [_extraction(), _filter("lua", _LUA_FILTER), _dead_stub()]
+    filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
     listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    if (tls := settings.access.tls) is not None:
+        [chain] = listener["filter_chains"]
+        chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
     # Without this a second program on the same port would silently take a part of the calls.
     return {**listener, "enable_reuse_port": False}
+
+
+def _fixed(settings: EnvoySettings) -> list[Json]:
+    """The listeners whose routes do not change."""
+    return [_inner(settings), *([_http(settings, settings.http)] if settings.http else [])]
+
+
+def _http(settings: EnvoySettings, bind: Address) -> Json:
+    """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
+    limit = {
+        "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
+        "stat_prefix": "http",
+        "max_connections": _MOST_HTTP_CONNECTIONS,
+    }
+    host = {
+        "name": "http",
+        "domains": ["*"],
+        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
+        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
+    }
+    manager = {
+        "@type": _HCM,
+        "stat_prefix": "http",
+        "codec_type": "HTTP1",
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s", **_HEADER_LIMITS},
+        "request_headers_timeout": f"{_HEADERS_S}s",
+        "request_timeout": f"{_HEADERS_S}s",
+        "stream_idle_timeout": f"{_HTTP_ANSWER_S}s",
+        "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
+        # Clusters come from a file that is read later.
+        "route_config": {"name": "http", "virtual_hosts": [host], "validate_clusters": False},
+    }
+    chain: Json = {
+        "filters": [
+            {"name": "envoy.filters.network.connection_limit", "typed_config": limit},
+            {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager},
+        ]
+    }
+    if (tls := settings.access.tls) is not None:
+        # Probes have no certificates; what is not for everybody asks for a key.
+        chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=False)
+        chain["transport_socket_connect_timeout"] = f"{_HEADERS_S}s"
+    return {
+        "name": "http",
+        "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
+        "enable_reuse_port": False,
+        # Callers of models must not keep probes out.
+        "ignore_global_conn_limit": True,
+        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
+        "filter_chains": [chain],
+    }
+
+
+def _http_cluster() -> Json:
+    endpoint = {"endpoint": {"address": {"pipe": {"path": HTTP_SOCKET}}}}
+    return {
+        "name": "http",
+        "type": "STATIC",
+        "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
+        "load_assignment": {"cluster_name": "http", "endpoints": [{"lb_endpoints": [endpoint]}]},
+    }
 
 
 def _inner(settings: EnvoySettings) -> Json:
     """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
     routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
-    return _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    return {**listener, "ignore_global_conn_limit": True}
 
 
 def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
@@ -236,7 +297,7 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
         "access_log": [_failure_count()],
-        "http_filters": [*filters, _filter("router", "envoy.extensions.filters.http.router.v3.Router")],
+        "http_filters": [*filters, _router()],
         **routes,
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
@@ -246,6 +307,10 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "per_connection_buffer_limit_bytes": _window(settings),
         "filter_chains": [chain],
     }
+
+
+def _router() -> Json:
+    return _filter("router", "envoy.extensions.filters.http.router.v3.Router")
 
 
 def _filter(name: str, kind: str) -> Json:
@@ -278,35 +343,13 @@ def _dead_stub() -> Json:
     return {"name": "dead-stub", "typed_config": matching}
 
 
-def _extraction() -> Json:
-    """What the script needs to know of the first message of a call."""
-    fields = {
-        "ModelInfer": ("model_name", "model_version", "inputs.shape"),
-        **dict.fromkeys(("ModelMetadata", "ModelConfig", "ModelReady"), ("name", "version")),
-    }
-    files = descriptor_pb2.FileDescriptorSet()
-    for module in (model_config_pb2, service_pb2):
-        files.file.add().ParseFromString(module.DESCRIPTOR.serialized_pb)
-    kind = _TYPE + "envoy.extensions.filters.http.grpc_field_extraction.v3.GrpcFieldExtractionConfig"
-    config = {
-        "@type": kind,
-        "descriptor_set": {"inline_bytes": base64.b64encode(files.SerializeToString()).decode()},
-        "extractions_by_method": {
-            f"{KSERVE}.{method}": {"request_field_extractions": {name: {} for name in names}}
-            for method, names in fields.items()
-        },
-    }
-    return {"name": EXTRACTION, "typed_config": config}
-
-
 def _refusals(settings: EnvoySettings) -> list[Json]:
     """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
     gone = "the server behind this address does not answer, retry later"
-    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
-    # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
-    expression = "response.code_details.contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')"
-    too_large = {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
+    # The script waits for the whole message, and this one does not fit into the buffer.
+    status = {"op": "EQ", "value": {"default_value": _CONTENT_TOO_LARGE, "runtime_key": "unused"}}
+    too_large = {"status_code_filter": {"comparison": status}}
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
         _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", UNAVAILABLE)]),
@@ -371,5 +414,5 @@ def _http2(window: int) -> Json:
 
 
 def _window(settings: EnvoySettings) -> int:
-    """The extraction holds a whole message in the stream's buffer: the window is the largest message."""
+    """The script waits for a whole message in the stream's buffer: the window is the largest message."""
     return max(_SMALLEST_WINDOW, min(settings.max_message_bytes + _FRAMING_BYTES, _LARGEST_WINDOW))

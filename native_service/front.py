@@ -9,6 +9,8 @@ from pathlib import Path
 
 import grpc
 
+from native_service import certificates
+from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
@@ -37,8 +39,9 @@ _CHANNEL: tuple[tuple[str, int], ...] = (
 class Front:
     """Opened once with ``start``; what it opened is undone by ``stop``, also after a failed start."""
 
-    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer) -> None:
-        self._program, self._run, self._triton = envoy, run, triton
+    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer, access: Access = OPEN) -> None:
+        """``access``: what protects the address."""
+        self._program, self._run, self._triton, self._access = envoy, run, triton, access
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._inference: Inference | None = None
@@ -88,10 +91,15 @@ class Front:
             bind=server.bind,
             max_message_bytes=largest,
             environment=self._run.environment,
+            access=self._access,
+            http=server.http,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         await service.set_serving(True)
         bound = await self._envoy.start(self._triton.addresses.grpc, models)
+        if (tls := self._access.tls) is not None:
+            following = certificates.follow(tls, self._envoy.read_certificates_again)
+            self._ending.callback(asyncio.create_task(following).cancel)
         # The first thing at the end: probes learn of it while calls are still taken.
         self._ending.push_async_callback(service.set_serving, False)
         return bound
@@ -116,6 +124,11 @@ class Front:
     def script_counts(self) -> Mapping[str, Counts]:
         """How the calls of each script model ended."""
         return {} if self._scripts is None else self._scripts.counts
+
+    @property
+    def http(self) -> Address | None:
+        """Where health and metrics are, with the real port; None when they are off."""
+        return None if self._envoy is None else self._envoy.http
 
     @property
     def envoy_pid(self) -> int | None:

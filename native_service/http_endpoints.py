@@ -1,4 +1,7 @@
-"""Health and metrics over HTTP, for probes and Prometheus; there is no inference here."""
+"""Health and metrics over HTTP, for probes and Prometheus; there is no inference here.
+
+Envoy stands before it on ``server.http_addr``: it knows TLS, keys, and when to give up on a caller.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from native_service.envoy_config import Admitted
 from native_service.metrics import Failed, restarts_text, with_failures
 from native_service.script_calls import Counts, with_script_counts
-from native_service.settings import Address
-from nereid_backend.errors import EnvoyUnavailable, SettingsError
+from nereid_backend.errors import EnvoyUnavailable
 
 _LOG = logging.getLogger("nereid.http")
 
@@ -30,11 +32,11 @@ _LOG.addFilter(_is_not_about_bad_bytes)
 
 
 class HttpEndpoints:
-    """The HTTP server on ``server.http_addr``."""
+    """The HTTP server behind ``server.http_addr``, on a Unix socket."""
 
     def __init__(
         self,
-        bind: Address,
+        socket: str,
         *,
         models: Mapping[str, Admitted],
         is_answering: Callable[[], Awaitable[bool]],
@@ -48,7 +50,7 @@ class HttpEndpoints:
         wrongly; ``restarts`` of models whose process died."""
         self._scripts = scripts
         self._restarts = restarts
-        self._bind = bind
+        self._socket = socket
         self._models = models
         self._is_answering = is_answering
         self._metrics_url = f"http://{metrics}/metrics"
@@ -56,8 +58,8 @@ class HttpEndpoints:
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> Address:
-        """Listen; the address with its real port. Raises SettingsError when the port cannot be had."""
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
         application = web.Application()
         application.add_routes(
             [
@@ -71,12 +73,7 @@ class HttpEndpoints:
         self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
         self._runner = web.AppRunner(application, access_log=None, logger=_LOG)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self._bind.host, self._bind.port).start()
-        except OSError as error:
-            await self.stop()
-            raise SettingsError(f"server.http_addr {self._bind} cannot be bound ({error.strerror})") from None
-        return self._bind._replace(port=self._runner.addresses[0][1])
+        await web.UnixSite(self._runner, self._socket).start()
 
     async def stop(self) -> None:
         if self._runner is not None:

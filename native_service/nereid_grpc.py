@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from native_service.checkpoint import Budget, CheckpointReader, output_chunks
-from native_service.envoy_config import KSERVE
+from native_service.envoy_scripts import KSERVE
 from native_service.grpc_edge import Inference, errors_told, parsed, unary
 from native_service.infer_messages import read_outputs
 from native_service.proto import inference_pb2

@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, envoy_install, preflight
+from native_service import certificates, credentials, embedded_triton, envoy_install, preflight
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converter
+from native_service.envoy_access import Access
+from native_service.envoy_config import HTTP_SOCKET
 from native_service.front import Front
 from native_service.http_endpoints import HttpEndpoints
 from native_service.model_control import ModelControl
 from native_service.run_directory import RunDirectory
-from native_service.settings import Address, Settings
+from native_service.settings import Address, ServerSettings, Settings
 from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from native_service.watchdog import Watchdog
 from nereid_backend.cache import cache_folder
@@ -42,7 +44,6 @@ class Endpoints:
     public: Address
     http: Address | None
     triton_grpc: str
-    triton_http: str
     triton_metrics: str
     models: tuple[str, ...]
 
@@ -52,7 +53,6 @@ class Endpoints:
             "pid": os.getpid(),
             "address": str(self.public),
             "triton_grpc": self.triton_grpc,
-            "triton_http": self.triton_http,
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
             "models": list(self.models),
@@ -117,6 +117,7 @@ async def _start(
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
             _check_free(key, address)
+    access = _access(server)
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
     preflight.check(install)
@@ -139,13 +140,13 @@ async def _start(
     ending.push_async_callback(triton.stop)
     await triton.start()
     await control.load_converted(converted)
-    front = Front(envoy, run, triton)
+    front = Front(envoy, run, triton, access)
     ending.push_async_callback(front.stop)
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
-    http, where = None, triton.addresses
-    if server.http is not None:
+    http, where = front.http, triton.addresses
+    if http is not None:
         endpoints = HttpEndpoints(
-            server.http,
+            f"{run.short_path}/{HTTP_SOCKET}",
             models=catalogue.models,
             is_answering=front.is_answering,
             metrics=where.metrics,
@@ -153,7 +154,7 @@ async def _start(
             scripts=lambda: front.script_counts,
             restarts=lambda: control.restarts,
         )
-        http = await endpoints.start()
+        await endpoints.start()
         ending.push_async_callback(endpoints.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
@@ -162,7 +163,14 @@ async def _start(
         ending.callback(following.cancel)
     names = tuple(catalogue.models)
     watchdog = Watchdog(catalogue, control, triton)
-    return Endpoints(public, http, where.grpc, where.http, where.metrics, names), watchdog, front
+    return Endpoints(public, http, where.grpc, where.metrics, names), watchdog, front
+
+
+def _access(server: ServerSettings) -> Access:
+    """Certificates checked and keys read, before minutes of converting and loading. Raises SettingsError."""
+    if server.tls is not None:
+        certificates.check(server.tls)
+    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
 
 
 def _report_failure(following: asyncio.Task[None]) -> None:

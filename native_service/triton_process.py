@@ -60,10 +60,12 @@ _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 @dataclass(frozen=True, slots=True)
 class TritonAddresses:
-    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``."""
+    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``.
+
+    Nowhere else: its HTTP inference would be a way around permits and keys.
+    """
 
     grpc: str
-    http: str
     metrics: str
 
 
@@ -90,8 +92,9 @@ class TritonServer:
         self._repository = repository
         self._prefix = shared_memory_prefix
         self._environment = {**_environment(install), **(environment or {})}
-        # Other users of this machine may reach loopback; only we may change what is served. Like any argument it
-        # shows in the process list: it keeps programs out by mistake, not a determined local user.
+        # Where gRPC is a port, other users of this machine may reach it; only we may change what is served. Like any
+        # argument it shows in the process list: it keeps programs out by mistake, not a determined local user. A socket
+        # is in a private folder, and needs none.
         self._key = secrets.token_hex(16)
         self._grpc_socket = grpc_socket
         self._log = TritonLog()
@@ -383,7 +386,7 @@ class TritonServer:
 
     def _command(self, addresses: TritonAddresses) -> list[str]:
         command = [str(self._install.server), f"--model-repository={self._repository}"]
-        for kind in ("grpc", "http", "metrics"):
+        for kind in ("grpc", "metrics"):
             host, _, port = str(getattr(addresses, kind)).rpartition(":")
             command += [f"--{kind}-address={host}", f"--{kind}-port={port}"]
         command += [
@@ -392,9 +395,10 @@ class TritonServer:
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
             f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
-            f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}",
-            f"--http-restricted-api={_RESTRICTED}:{_KEY_NAME}={self._key}",
+            "--allow-http=false",
         ]
+        if self._grpc_socket is None:
+            command.append(f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}")
         if self._install.backend_directory is not None:
             command.append(f"--backend-directory={self._install.backend_directory}")
         if self._install.cache_directory is not None:
@@ -425,7 +429,7 @@ async def _awaited(call: Any) -> Any:
 def _free_addresses(grpc_socket: str | None) -> TritonAddresses:
     with contextlib.ExitStack() as held:
         ports = []
-        for _ in range(3):
+        for _ in range(2):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.bind((LOOPBACK, 0))
             ports.append(probe.getsockname()[1])

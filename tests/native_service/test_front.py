@@ -122,6 +122,16 @@ def test_a_port_somebody_has_is_one_message(fronting: Fronting, spec: Spec) -> N
     asyncio.run(scenario())
 
 
+def test_a_port_for_health_that_somebody_has_is_one_message(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            with pytest.raises(SettingsError, match=f"server.http_addr {service.address} cannot be bound"):
+                async with fronting(spec(), http=service.address):
+                    pass
+
+    asyncio.run(scenario())
+
+
 def test_a_stream_nobody_uses_does_not_keep_the_front_from_stopping(
     fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

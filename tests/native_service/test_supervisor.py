@@ -90,8 +90,8 @@ class Nereid:
         return self.process.returncode, out, err
 
     def of_triton(self, address: str) -> list[int]:
-        """The processes of the tritonserver whose HTTP port is that of ``address``."""
-        port = f"--http-port={address.rpartition(':')[2]}"
+        """The processes of the tritonserver whose port of metrics is that of ``address``."""
+        port = f"--metrics-port={address.rpartition(':')[2]}"
         found = []
         for pid in filter(str.isdigit, self.left()):
             with suppress(OSError):
@@ -182,7 +182,7 @@ def test_a_triton_that_ends_is_started_again_and_one_that_cannot_be_is_the_end_w
     nereid: Nereid, tritonserver: Path
 ) -> None:
     nereid.start("a")
-    address = str(nereid.ready()["triton_http"])
+    address = str(nereid.ready()["triton_metrics"])
     (first,) = nereid.of_triton(address)
     os.kill(first, signal.SIGKILL)
     nereid.until(lambda: nereid.of_triton(address) not in ([], [first]))
