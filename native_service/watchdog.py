@@ -17,7 +17,7 @@ from nereid_backend.errors import NereidError, TritonUnavailable
 
 _LOG = logging.getLogger("nereid.watchdog")
 
-_LOOK_S = 0.25
+_LOOK_S, _BLIND_S = 0.25, 10.0
 _MOST_RESTARTS, _RESTART_WINDOW_S = 5, 600.0
 
 
@@ -101,17 +101,27 @@ class Watchdog:
                 await self._try(self._control.revive(name))
             _LOG.info("tritonserver is back")
         while True:
-            for line in self._catalogue.kill_hung():
-                _LOG.error("%s", line)
-            dead = self._catalogue.find_dead() if self._triton.is_running else []
-            for name in dead:
-                if name not in self._reviving:
-                    self._reviving[name] = asyncio.create_task(self._revive(name))
+            pause_s = _LOOK_S
+            try:
+                self._revive_dead()
+            except OSError as error:  # too many open files, say
+                _LOG.warning("the processes of the models cannot be looked at (%s)", error.strerror)
+                pause_s = _BLIND_S
             # A model that brings Triton to this once more is left alone: the others pay for each restart.
             if lost := set(self._triton.find_lost()) - self._given_up:
                 self._given_up |= lost
                 return f"the load of {', '.join(sorted(lost))} hangs in tritonserver"
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(pause_s)
+
+    def _revive_dead(self) -> None:
+        """Begin to revive what is dead, or hangs; nothing while Triton itself is gone."""
+        if not self._triton.is_running:
+            return
+        for line in self._catalogue.kill_hung():
+            _LOG.error("%s", line)
+        for name in self._catalogue.find_dead():
+            if name not in self._reviving:
+                self._reviving[name] = asyncio.create_task(self._revive(name))
 
     async def _revive(self, name: str) -> None:
         pauses = self._pauses[name]

@@ -35,11 +35,18 @@ class FakeModels:
         self.done: list[str] = []
         self.bad_restarts = 0
         self.stuck: set[str] = set()
+        self.hangs = False
         self.is_running = True
         self.ended = asyncio.Event()
 
     def find_lost(self) -> set[str]:
         return self.stuck
+
+    def kill_hung(self) -> list[str]:
+        if self.hangs:
+            self.hangs, self.is_dead = False, True
+            return ["model 'm': a run goes on"]
+        return []
 
     async def wait(self) -> str:
         await self.ended.wait()
@@ -145,6 +152,22 @@ def test_a_load_that_fails_is_tried_again_with_the_same_pauses(
     models = watched(scenario)
     assert (pauses, models.done) == ([0, 1, 2, 4], ["routed away", *["loaded m"] * 4])
     assert caplog.text.count("no such luck") == 3
+
+
+def test_a_model_that_hangs_is_made_dead_and_started_again(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(models: FakeModels) -> None:
+        models.hangs = True
+        while "loaded m" not in models.done:
+            await original_sleep(0)
+
+    models = watched(scenario)
+    assert models.done == ["routed away", "loaded m"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "model 'm': a run goes on",
+        "model 'm': its process has died; it is started again now",
+    ]
 
 
 def test_a_triton_that_dies_is_started_again_with_its_models_and_nobody_says_they_died(
@@ -361,3 +384,26 @@ def test_every_process_behind_a_model_is_brought_back(tmp_path: Path) -> None:
                 kill(serving, process)
                 serving.until(lambda: told == ["SERVING", "NOT_SERVING", "SERVING"])
             assert ask(model)
+
+
+@pytest.mark.triton
+def test_the_processes_of_an_ensemble_are_started_once(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    noted = tmp_path / "started"
+    hooks = f"import os\nwith open({str(noted)!r}, 'a') as file:\n    print(os.getpid(), file=file)\n{RAGGED_HOOKS}"
+    write_bundle(tmp_path / "models" / "scored", hooks, **RAGGED_TENSORS)
+    ragged = [input_tensor("query", ROW[0]), input_tensor("keys", ROW)]
+    with live(tmp_path) as serving:
+
+        def started() -> list[int]:
+            return sorted(map(int, noted.read_text().split()))
+
+        def running() -> list[int]:
+            return sorted(stubs(serving.served, "scored__preprocess") | stubs(serving.served, "scored__postprocess"))
+
+        assert started() == running()
+        noted.unlink()
+        (server,) = (pid for pid in serving.served.descendants() if is_tritonserver(pid))
+        os.kill(server, signal.SIGKILL)
+        serving.until(lambda: serving.client.infer("scored", ragged) is not None)
+        assert started() == running()
