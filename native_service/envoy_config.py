@@ -36,6 +36,7 @@ Json = dict[str, Any]
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
+HTTP_ROUTES_FILE = "http-routes.json"
 
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
@@ -55,7 +56,7 @@ FAILURE_FIELDS = {
     "ms": "%DURATION%",
 }
 
-_ROUTES = "public"
+_ROUTES, _HTTP_ROUTES = "public", "http"
 _UNIX = "unix:"
 SERVICE = "service"
 _MOST_CONNECTIONS = 10_000
@@ -120,9 +121,10 @@ def model_of_cluster(cluster: str) -> str | None:
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
+    http = {"rds": {"route_config_name": _HTTP_ROUTES, "config_source": _watched(HTTP_ROUTES_FILE)}}
     return {
         **_base(),
-        "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
+        "static_resources": {"listeners": _listeners(settings, routes, http)},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -130,7 +132,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = [_public(settings, routes), *_fixed(settings)]
+    listeners = _listeners(settings, routes, {"route_config": _http_routes(settings)})
     return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
@@ -142,6 +144,11 @@ def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
 def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
     return {"resources": [{"@type": kind, **route_configuration(settings, models)}]}
+
+
+def http_routes_file(settings: EnvoySettings) -> Json:
+    kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
+    return {"resources": [{"@type": kind, **_http_routes(settings)}]}
 
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
@@ -232,23 +239,28 @@ def _public(settings: EnvoySettings, routes: Json) -> Json:
     return {**listener, "enable_reuse_port": False}
 
 
-def _fixed(settings: EnvoySettings) -> list[Json]:
-    """The listeners whose routes do not change."""
-    return [_inner(settings), *([_http(settings, settings.http)] if settings.http else [])]
+def _listeners(settings: EnvoySettings, routes: Json, http_routes: Json) -> list[Json]:
+    http = [_http(settings, settings.http, http_routes)] if settings.http else []
+    return [_public(settings, routes), _inner(settings), *http]
 
 
-def _http(settings: EnvoySettings, bind: Address) -> Json:
+def _http_routes(settings: EnvoySettings) -> Json:
+    host = {
+        "name": _HTTP_ROUTES,
+        "domains": ["*"],
+        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
+        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
+    }
+    # Clusters come from a file that is read later.
+    return {"name": _HTTP_ROUTES, "virtual_hosts": [host], "validate_clusters": False}
+
+
+def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
     """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
     limit = {
         "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
         "stat_prefix": "http",
         "max_connections": _MOST_HTTP_CONNECTIONS,
-    }
-    host = {
-        "name": "http",
-        "domains": ["*"],
-        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
-        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
     }
     manager = {
         "@type": _HCM,
@@ -259,8 +271,7 @@ def _http(settings: EnvoySettings, bind: Address) -> Json:
         "request_timeout": f"{_HEADERS_S}s",
         "stream_idle_timeout": f"{_HTTP_ANSWER_S}s",
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
-        # Clusters come from a file that is read later.
-        "route_config": {"name": "http", "virtual_hosts": [host], "validate_clusters": False},
+        **routes,
     }
     chain: Json = {
         "filters": [
