@@ -21,7 +21,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from native_service import envoy_access, envoy_scripts
+from native_service import envoy_access, envoy_limits, envoy_scripts
 from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
@@ -32,7 +32,7 @@ from native_service.envoy_scripts import (
     TRITON,
     UNAVAILABLE,
 )
-from native_service.settings import Address
+from native_service.settings import Address, Limits
 from nereid_backend.spec import ModelSpec
 
 Json = dict[str, Any]
@@ -50,15 +50,11 @@ FAILED_CALLS = "failed"
 _ROUTES = "public"
 _UNIX = "unix:"
 _SERVICE = "service"
-_MOST_CONNECTIONS = 10_000
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
-# How long headers, and a TLS handshake, may take to arrive.
-_HEADERS_S = 10
-_HEADER_LIMITS: Json = {"max_headers_count": 100}
 _MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
@@ -83,11 +79,12 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
     """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``;
-    ``max_message_bytes`` is ``server.limits.max_request_bytes``."""
+    ``max_message_bytes`` is ``server.limits.max_request_bytes``, ``max_buffered_bytes`` the limit of that name."""
 
     bind: Address
     triton: str
     max_message_bytes: int
+    max_buffered_bytes: int = Limits().max_buffered_bytes
     access: Access = envoy_access.OPEN
     http: Address | None = None
     """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
@@ -107,7 +104,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
     return {
-        **_base(),
+        **_base(settings),
         "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
@@ -117,7 +114,7 @@ def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
     listeners = [_public(settings, routes), *_fixed(settings)]
-    return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
+    return {**_base(settings), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
 def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
@@ -194,14 +191,11 @@ def _named_route(prefix: str) -> Json:
     return {"match": match, "route": {"cluster_header": CLUSTER_HEADER, "timeout": "0s"}}
 
 
-def _base() -> Json:
-    monitor = "envoy.resource_monitors.global_downstream_max_connections"
-    kind = "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig"
-    limit = {"@type": _TYPE + kind, "max_active_downstream_connections": _MOST_CONNECTIONS}
+def _base(settings: EnvoySettings) -> Json:
     return {
         "node": {"id": "nereid", "cluster": "nereid"},
-        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}},
-        "overload_manager": {"resource_monitors": [{"name": monitor, "typed_config": limit}]},
+        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}, "ignore_global_conn_limit": True},
+        "overload_manager": envoy_limits.overload_manager(settings.max_message_bytes, settings.max_buffered_bytes),
     }
 
 
@@ -218,10 +212,11 @@ def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [_extraction(), _filter("lua", _LUA_FILTER), _dead_stub()]
     filters = [*envoy_access.filters(settings.access.credentials), *filters]
-    listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, envoy_limits.PUBLIC)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
         chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
+        chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     # Without this a second program on the same port would silently take a part of the calls.
     return {**listener, "enable_reuse_port": False}
 
@@ -248,9 +243,9 @@ def _http(settings: EnvoySettings, bind: Address) -> Json:
         "@type": _HCM,
         "stat_prefix": "http",
         "codec_type": "HTTP1",
-        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s", **_HEADER_LIMITS},
-        "request_headers_timeout": f"{_HEADERS_S}s",
-        "request_timeout": f"{_HEADERS_S}s",
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
+        "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
+        "request_timeout": f"{envoy_limits.HEADERS_S}s",
         "stream_idle_timeout": f"{_HTTP_ANSWER_S}s",
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
         # Clusters come from a file that is read later.
@@ -265,7 +260,7 @@ def _http(settings: EnvoySettings, bind: Address) -> Json:
     if (tls := settings.access.tls) is not None:
         # Probes have no certificates; what is not for everybody asks for a key.
         chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=False)
-        chain["transport_socket_connect_timeout"] = f"{_HEADERS_S}s"
+        chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     return {
         "name": "http",
         "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
@@ -291,18 +286,25 @@ def _inner(settings: EnvoySettings) -> Json:
     """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
     routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
-    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [], {})
     return {**listener, "ignore_global_conn_limit": True}
 
 
-def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
+def _listener(
+    settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json], limits: Json
+) -> Json:
     manager = {
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "HTTP2",
         # Envoy takes 10,000 waiting frames for an attack, and each line of a script is one; their bytes are bounded.
-        "http2_protocol_options": {**_http2(_window(settings)), "max_outbound_frames": _MOST_FRAMES},
+        "http2_protocol_options": {
+            **_http2(_window(settings)),
+            "max_outbound_frames": _MOST_FRAMES,
+            "max_concurrent_streams": envoy_limits.MOST_STREAMS,
+        },
         "stream_idle_timeout": f"{_IDLE_S}s",
+        **limits,
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
         "access_log": [_failure_count()],
@@ -374,18 +376,27 @@ def _extraction() -> Json:
 
 
 def _refusals(settings: EnvoySettings) -> list[Json]:
-    """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
+    """Envoy's own answers in gRPC's words.
+
+    UO: no permit left. UF, UC, UH: Triton or our service is not there.
+    """
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
     gone = "the server behind this address does not answer, retry later"
-    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
     # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
-    expression = "response.code_details.contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')"
-    too_large = {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
+    too_large = _details("contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')")
+    overloaded = _details("startsWith('overload')")
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
+        _refusal(overloaded, envoy_limits.OVERLOADED, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
         _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", UNAVAILABLE)]),
         _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
+
+
+def _details(condition: str) -> Json:
+    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+    expression = f"response.code_details.{condition}"
+    return {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
 
 
 def _flags(*flags: str) -> Json:
