@@ -1,10 +1,9 @@
 """Envoy's configuration, generated from what is served: one public address, a permit per call in flight.
 
-Every public call passes three filters. ``grpc_field_extraction`` reads the model's name and the inputs' shapes out of
-the first message; a Lua script turns them into the header ``nereid-cluster``; the router follows that header. A
-request without the header (streams, listings, unknown models, a batch dimension left out, the native service) goes to
-our own service. Each model has a cluster of its own, all of them pointing at Triton, whose circuit breaker is the
-model's count of permits.
+A Lua script reads the model's name and the inputs' shapes out of every public request that Triton may answer and turns
+them into the header ``nereid-cluster``, which the router follows. A request without the header (streams, listings,
+unknown models, a batch dimension left out, the native service) goes to our own service. Each model has a cluster of its
+own, all of them pointing at Triton, whose circuit breaker is the model's count of permits.
 
 The service calls Triton through a second listener, a Unix socket, and names the cluster itself: the permits are
 shared. Both listeners count the calls that fail, by cluster and status. Clusters and routes are files that Envoy
@@ -13,20 +12,16 @@ watches; the rest is fixed for its life. All of it is JSON, because Envoy's YAML
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from google.protobuf import descriptor_pb2
-from tritonclient.grpc import model_config_pb2, service_pb2
 
 from native_service import envoy_access, envoy_limits, envoy_scripts
 from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
-    EXTRACTION,
     INTERNAL,
+    KSERVE,
     MODEL_PREFIX,
     RESOURCE_EXHAUSTED,
     TRITON,
@@ -41,7 +36,6 @@ Json = dict[str, Any]
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
-KSERVE = "inference.GRPCInferenceService"
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
@@ -58,6 +52,7 @@ _CONNECT_TIMEOUT_S = 2
 _MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
+_CONTENT_TOO_LARGE = 413  # HTTP's
 _MOST_FRAMES = 1_000_000
 _SERVICE_WINDOW, _SMALLEST_CONNECTION_WINDOW = 1024 * 1024, 256 * 1024 * 1024
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
@@ -69,11 +64,16 @@ _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.Http
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment."""
+    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment.
+
+    While a ``required`` one is away the server is not ready. A call may take ``time_limit_s``, waiting included.
+    """
 
     spec: ModelSpec
     capacity: int
     away: bool = False
+    required: bool = True
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +149,17 @@ def _endpoint(address: str) -> Json:
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
     # models that are away.
-    native = [model.spec for model in models if model.spec.script is None and not model.away]
+    native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
     service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
-    # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
-    encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
-    unread = {EXTRACTION: {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}}
     host: Json = {
         "name": _ROUTES,
         "domains": ["*"],
         "request_headers_to_remove": [CLUSTER_HEADER],
         "typed_per_filter_config": {**_script(on_request), **envoy_access.per_route(settings.access.credentials)},
         "routes": [
-            {
-                "match": {"prefix": "/", "headers": [encoded]},
-                **service,
-                "typed_per_filter_config": {**scripted, **unread},
-            },
             _named_route(f"/{KSERVE}/"),
             {"match": {"prefix": "/"}, **service, "typed_per_filter_config": scripted},
         ],
@@ -210,8 +202,7 @@ def _watched(file: str) -> Json:
 
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
-    filters = [_extraction(), _filter("lua", _LUA_FILTER), _dead_stub()]
-    filters = [*envoy_access.filters(settings.access.credentials), *filters]
+    filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
     listener = _listener(settings, "public", {"socket_address": address}, routes, filters, envoy_limits.PUBLIC)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
@@ -354,27 +345,6 @@ def _dead_stub() -> Json:
     return {"name": "dead-stub", "typed_config": matching}
 
 
-def _extraction() -> Json:
-    """What the script needs to know of the first message of a call."""
-    fields = {
-        "ModelInfer": ("model_name", "model_version", "inputs.shape"),
-        **dict.fromkeys(("ModelMetadata", "ModelConfig", "ModelReady"), ("name", "version")),
-    }
-    files = descriptor_pb2.FileDescriptorSet()
-    for module in (model_config_pb2, service_pb2):
-        files.file.add().ParseFromString(module.DESCRIPTOR.serialized_pb)
-    kind = _TYPE + "envoy.extensions.filters.http.grpc_field_extraction.v3.GrpcFieldExtractionConfig"
-    config = {
-        "@type": kind,
-        "descriptor_set": {"inline_bytes": base64.b64encode(files.SerializeToString()).decode()},
-        "extractions_by_method": {
-            f"{KSERVE}.{method}": {"request_field_extractions": {name: {} for name in names}}
-            for method, names in fields.items()
-        },
-    }
-    return {"name": EXTRACTION, "typed_config": config}
-
-
 def _refusals(settings: EnvoySettings) -> list[Json]:
     """Envoy's own answers in gRPC's words.
 
@@ -382,8 +352,9 @@ def _refusals(settings: EnvoySettings) -> list[Json]:
     """
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
     gone = "the server behind this address does not answer, retry later"
-    # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
-    too_large = _details("contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')")
+    # The script waits for the whole message, and this one does not fit into the buffer.
+    status = {"op": "EQ", "value": {"default_value": _CONTENT_TOO_LARGE, "runtime_key": "unused"}}
+    too_large = {"status_code_filter": {"comparison": status}}
     overloaded = _details("startsWith('overload')")
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
@@ -456,5 +427,5 @@ def _http2(window: int) -> Json:
 
 
 def _window(settings: EnvoySettings) -> int:
-    """The extraction holds a whole message in the stream's buffer: the window is the largest message."""
+    """The script waits for a whole message in the stream's buffer: the window is the largest message."""
     return max(_SMALLEST_WINDOW, min(settings.max_message_bytes + _FRAMING_BYTES, _LARGEST_WINDOW))

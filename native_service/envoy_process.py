@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from native_service import envoy_access, envoy_config, processes
+from native_service import envoy_access, envoy_config, huge_pages, processes
 from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.restarts import Tries
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -32,6 +33,7 @@ _MOST_RESTARTS, _RESTART_WINDOW_S = 5, 60.0
 # How long clients are asked to leave before the address closes, and between two looks at what is still running.
 _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
+_IN_MEMORY = "envoy-in-memory"
 _MOST_WORKERS = 4
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
@@ -66,6 +68,8 @@ class EnvoyServer:
         self._environment = {**os.environ, **environment}
         self._settings: EnvoySettings | None = None
         self._admin: EnvoyAdmin | None = None
+        self._copy: int | None = None
+        self._started_from = program
         self._child: processes.Child | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._complaints: deque[str] = deque(maxlen=10)
@@ -97,6 +101,7 @@ class EnvoyServer:
         (self._folder / envoy_config.DYNAMIC_FOLDER).mkdir(exist_ok=True)
         self._write_secrets()
         self._admin = EnvoyAdmin(f"{self._short_folder}/{envoy_config.ADMIN_SOCKET}")
+        await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
             settings = EnvoySettings(
@@ -181,6 +186,9 @@ class EnvoyServer:
         await self._end(_STOP_GRACE_S)
         if self._admin is not None:
             await self._admin.close()
+        if self._copy is not None:
+            os.close(self._copy)
+            self._copy = None
 
     async def _drain(self, grace_s: float) -> None:
         if not any((await self.admin.counters(_PUBLIC_CALLS)).values()):
@@ -197,10 +205,9 @@ class EnvoyServer:
 
     async def _supervise(self) -> str:
         """Restart on every death, but not for ever; the reason for giving up."""
-        deaths: deque[float] = deque(maxlen=_MOST_RESTARTS)
+        tries = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S)
         reason = await self._next_death()
-        while len(deaths) < _MOST_RESTARTS or time.monotonic() - deaths[0] > _RESTART_WINDOW_S:
-            deaths.append(time.monotonic())
+        while tries.take():
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:
@@ -209,13 +216,24 @@ class EnvoyServer:
                 reason = str(error)
             else:
                 reason = await self._next_death()
-        return f"{reason}, for the {_MOST_RESTARTS + 1}th time within {_RESTART_WINDOW_S:g} s"
+        return f"{reason}, {tries}"
 
     async def _next_death(self) -> str:
         if self._child is None:
             raise EnvoyUnavailable("Envoy has not been started")
         await self._child.process.wait()
         return await self._death("while serving")
+
+    async def _copy_program(self) -> None:
+        """From here on Envoy is started from memory, where its code lies in huge pages, if that can be."""
+        try:
+            self._copy = await asyncio.to_thread(huge_pages.copy_program, self._program)
+        except (OSError, ValueError) as error:
+            _LOG.debug("Envoy runs from its file: %s", error)
+            return
+        # The link gives the process a name.
+        self._started_from = self._folder / _IN_MEMORY
+        self._started_from.symlink_to(f"/proc/{os.getpid()}/fd/{self._copy}")
 
     async def _launch(self) -> None:
         """Return once the address is open. Raises EnvoyUnavailable with the reason."""
@@ -224,7 +242,7 @@ class EnvoyServer:
             (self._folder / name).unlink(missing_ok=True)
         workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         command = [
-            *(str(self._program), "--config-path", "envoy.json", "--concurrency", str(workers)),
+            *(str(self._started_from), "--config-path", "envoy.json", "--concurrency", str(workers)),
             # One bad file would otherwise silently replace everything that is served.
             *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),

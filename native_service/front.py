@@ -48,6 +48,7 @@ class Front:
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._specs: list[ModelSpec] = []
+        self._lacks = False
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
         self._counting = asyncio.Lock()
@@ -71,10 +72,11 @@ class Front:
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
+        inference.time_limits_s = _time_limits_s(models)
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
-        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts)
+        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts)
         native = NereidService(specs, inference, limits, scripts)
         self._services = (kserve, native)
         largest = limits.max_request_bytes
@@ -103,9 +105,13 @@ class Front:
         self._ending.push_async_callback(service.set_serving, False)
         return bound
 
-    async def is_ready(self) -> bool:
-        """Whether a call would be answered now: Triton answers and the address is open."""
+    async def is_answering(self) -> bool:
+        """Whether the address is open and Triton behind it answers."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
+
+    async def is_ready(self) -> bool:
+        """Whether a call of every required model would be answered now."""
+        return not self._lacks and await self.is_answering()
 
     async def failed(self) -> Failed:
         """The calls that did not end well since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
@@ -140,6 +146,8 @@ class Front:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
+        self._inference.time_limits_s = _time_limits_s(models)
+        self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
         self._tell([spec for spec in specs if spec.name in known])
@@ -151,7 +159,7 @@ class Front:
         finally:
             self._specs = specs
             self._tell(specs)
-        await self._server.set_models([spec.name for spec in specs], self._inference.away)
+        await self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:
@@ -166,3 +174,7 @@ class Front:
     async def stop(self) -> None:
         """Health first, then Envoy within a bound of ten seconds, then our server."""
         await self._ending.aclose()
+
+
+def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:
+    return {model.spec.name: model.time_limit_s for model in models if model.time_limit_s is not None}

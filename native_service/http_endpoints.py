@@ -39,20 +39,20 @@ class HttpEndpoints:
         socket: str,
         *,
         models: Mapping[str, Admitted],
-        is_ready: Callable[[], Awaitable[bool]],
+        is_answering: Callable[[], Awaitable[bool]],
         metrics: str,
         failed: Callable[[], Awaitable[Failed]],
         scripts: Callable[[], Mapping[str, Counts]] = dict,
         restarts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
+        """``models`` may change meanwhile; ``is_answering`` tells whether calls get to Triton now; ``metrics`` is
         Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not, ``scripts`` those it counts
         wrongly; ``restarts`` of models whose process died."""
         self._scripts = scripts
         self._restarts = restarts
         self._socket = socket
         self._models = models
-        self._is_ready = is_ready
+        self._is_answering = is_answering
         self._metrics_url = f"http://{metrics}/metrics"
         self._failed = failed
         self._session: ClientSession | None = None
@@ -85,12 +85,13 @@ class HttpEndpoints:
         return web.Response()
 
     async def _ready(self, _request: web.Request) -> web.Response:
-        return web.Response(status=200 if await self._is_ready() else 400)
+        lacks = any(model.away and model.required for model in self._models.values())
+        return web.Response(status=200 if not lacks and await self._is_answering() else 400)
 
     async def _model_ready(self, request: web.Request) -> web.Response:
         model = self._models.get(request.match_info["model"])
         there = model is not None and not model.away and request.match_info.get("version", "1") == "1"
-        return web.Response(status=200 if there and await self._is_ready() else 400)
+        return web.Response(status=200 if there and await self._is_answering() else 400)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         if self._session is None:

@@ -109,6 +109,10 @@ class ModelOptions(Section):
     """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
     allow_code: bool = False
     """Open a file that runs code of its own while it is read: a .pt2 archive, a pickle."""
+    time_limit_s: Annotated[float, Field(ge=0.1, le=31 * 86_400)] | None = None
+    """Longest call, waiting included; then it ends, and a run that goes on ends with its process. None is for ever."""
+    required: bool = True
+    """Whether the server counts as ready only while this model can answer."""
 
 
 class ModelSettings(Section):

@@ -1,7 +1,8 @@
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
@@ -11,7 +12,13 @@ from native_service.http_endpoints import HttpEndpoints
 from native_service.metrics import Failed
 from nereid_backend.spec import ModelSpec
 
-MODELS = {name: Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, away=name == "away") for name in ("m", "away")}
+
+def admitted(name: str, **how: bool) -> Admitted:
+    return Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, **how)
+
+
+MODELS = {"m": admitted("m"), "away": admitted("away", away=True, required=False)}
+LACKING = {**MODELS, "needed": admitted("needed", away=True)}
 METRICS = """\
 # TYPE nv_inference_request_failure counter
 nv_inference_request_failure{model="m",reason="OTHER",version="1"} 3
@@ -22,7 +29,9 @@ nv_inference_count{model="m",version="1"} 7
 
 
 @asynccontextmanager
-async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[str, ClientSession, web.AppRunner]]:
+async def endpoints(
+    ready: bool | None = True, models: Mapping[str, Admitted] = MappingProxyType(MODELS)
+) -> AsyncIterator[tuple[str, ClientSession, web.AppRunner]]:
     """The socket, a session that goes through it, and the Triton behind."""
 
     async def metrics(_request: web.Request) -> web.Response:
@@ -47,8 +56,8 @@ async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[str, Clien
         socket = f"{folder}/http.sock"
         served = HttpEndpoints(
             socket,
-            models=MODELS,
-            is_ready=is_ready,
+            models=models,
+            is_answering=is_ready,
             metrics=metrics_address,
             failed=failed,
             restarts=lambda: {"m": 0, "away": 3},
@@ -80,6 +89,18 @@ def test_each_path_has_its_status(path: str, ready: bool, status: int) -> None:
     async def scenario() -> None:
         async with endpoints(ready) as (_, session, _), session.get(path) as answer:
             assert answer.status == status
+
+    asyncio.run(scenario())
+
+
+def test_a_required_model_that_is_away_takes_the_server_out_of_service_and_no_other_model() -> None:
+    async def scenario() -> None:
+        async with endpoints(models=LACKING) as (_, session, _):
+            statuses = {}
+            for path in ("health", "models/m", "models/needed"):
+                async with session.get(f"/v2/{path}/ready") as answer:
+                    statuses[path] = answer.status
+            assert statuses == {"health": 400, "models/m": 200, "models/needed": 400}
 
     asyncio.run(scenario())
 
