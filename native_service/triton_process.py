@@ -156,14 +156,17 @@ class TritonServer:
                 raise
             return
 
-    async def restart(self) -> None:
-        """Start a new process in the place of the one that has ended, at its addresses; the channel stays good.
-
-        What was loaded counts as dead until it is loaded again. Raises TritonUnavailable with the reason.
-        """
-        self.restarts += 1
+    async def drop(self) -> None:
+        """End what is left of the process and its models: they count as dead until they are loaded again."""
         self._bury()
         await self._end_process(grace_s=0)
+
+    async def restart(self) -> None:
+        """Start a new process in the place of a dropped one, at its addresses; the channel stays good.
+
+        Raises TritonUnavailable with the reason.
+        """
+        self.restarts += 1
         await self._launch()
 
     def _bury(self) -> None:

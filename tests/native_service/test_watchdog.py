@@ -36,11 +36,17 @@ class FakeModels:
         self.bad_restarts = 0
         self.stuck: set[str] = set()
         self.hangs = False
+        self.asked = 0
+        self.answers: Callable[[int], bool] = lambda _: True
         self.is_running = True
         self.ended = asyncio.Event()
 
     def find_lost(self) -> set[str]:
         return self.stuck
+
+    async def is_ready(self) -> bool:
+        self.asked += 1
+        return self.answers(self.asked)
 
     def kill_hung(self) -> list[str]:
         if self.hangs:
@@ -51,6 +57,10 @@ class FakeModels:
     async def wait(self) -> str:
         await self.ended.wait()
         return "tritonserver ended with code -9"
+
+    async def drop(self) -> None:
+        self.done.append("dropped")
+        self.is_running, self.is_dead = False, True
 
     async def restart(self) -> None:
         self.done.append("restarted")
@@ -94,7 +104,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
 
     async def sleep(pause_s: float) -> None:
-        if pause_s != watchdog._LOOK_S:
+        if pause_s not in (watchdog._LOOK_S, watchdog._QUESTION_S):
             waited.append(pause_s)
         await original_sleep(0)
 
@@ -174,23 +184,43 @@ def test_a_triton_that_dies_is_started_again_with_its_models_and_nobody_says_the
     pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     models = watched(lambda models: models.ends())
-    assert (models.done, pauses) == (["routed away", "restarted", "loaded m"], [0])
+    assert (models.done, pauses) == (["dropped", "routed away", "restarted", "loaded m"], [0])
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         "tritonserver ended with code -9; it is started again now, with all its models"
     ]
 
 
-def test_a_model_that_triton_cannot_load_any_more_costs_one_restart_and_no_second(pauses: list[float]) -> None:
+def test_a_load_that_hangs_in_triton_for_good_costs_one_restart_and_no_second(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(models: FakeModels) -> None:
-        for _ in range(2):
-            models.stuck = {"m"}
-            while "m" in models.stuck and "restarted" not in models.done[3:]:
-                await original_sleep(0)
-                if "loaded m" in models.done:
-                    break
+        models.stuck = {"m"}
+        while "loaded m" not in models.done:
+            await original_sleep(0)
+        models.stuck = {"m"}
+        for _ in range(100):
+            await original_sleep(0)
 
     models = watched(scenario)
-    assert models.done == ["routed away", "restarted", "loaded m"]
+    assert models.done == ["dropped", "routed away", "restarted", "loaded m"]
+    assert "the load of m hangs in tritonserver; it is started again now, with all its models" in caplog.text
+
+
+def test_a_triton_that_does_not_answer_for_long_is_replaced_and_one_that_sometimes_does_is_not(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(models: FakeModels) -> None:
+        models.answers = lambda asked: asked % 8 == 0
+        while models.asked < 100:
+            await original_sleep(0)
+        assert models.done == []
+        models.answers = lambda _: "restarted" in models.done
+        while "loaded m" not in models.done:
+            await original_sleep(0)
+
+    models = watched(scenario)
+    assert models.done == ["dropped", "routed away", "restarted", "loaded m"]
+    assert "tritonserver does not answer any more; it is started again now, with all its models" in caplog.text
 
 
 def test_a_triton_that_cannot_be_kept_up_is_given_up_after_growing_pauses(pauses: list[float]) -> None:
