@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from converters.backpressure import DEFAULT_CAPACITY
 from nereid_backend import progress
 from nereid_backend.errors import BundleError, NereidError, short_repr
 
@@ -38,6 +39,10 @@ ISOLATED = "isolated"
               help="Which compiled batch sizes of a bundle to serve.")  # fmt: skip
 @click.option("--signature", default=DEFAULT_SIGNATURE, show_default=True, help="Of a TensorFlow SavedModel.")
 @click.option("--allow-code", is_flag=True, help="Open files that run code while read: .pt2, pickles, SavedModels.")
+@click.option("--backpressure", type=click.Choice(["front", "triton"]), default="front", show_default=True,
+              help="What refuses requests beyond the capacity: nereid serve, or Triton itself.")  # fmt: skip
+@click.option("--queue-capacity", type=click.IntRange(min=1), metavar="N",
+              help=f"Requests running and waiting, if Triton refuses (default: {DEFAULT_CAPACITY}).")  # fmt: skip
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
 def command(
@@ -50,6 +55,8 @@ def command(
     batch_sizes: str,
     signature: str,
     allow_code: bool,
+    backpressure: str,
+    queue_capacity: int | None,
     link: bool,
     force: bool,
 ) -> None:
@@ -60,6 +67,12 @@ def command(
     from converters.convert import model_name
     from converters.discover import calls_of
 
+    if backpressure == "triton":
+        queue_capacity = queue_capacity or DEFAULT_CAPACITY
+    elif queue_capacity is not None:
+        raise click.UsageError(
+            "--queue-capacity goes with --backpressure triton; nereid serve takes it from nereid.yaml"
+        )
     signal.signal(signal.SIGTERM, _leave)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for log in (_LOG, logging.getLogger("nereid.environments")):  # a build takes minutes
@@ -79,6 +92,7 @@ def command(
         "batch_sizes": batch_sizes,
         "signature": signature,
         "allow_code": allow_code,
+        "queue_capacity": queue_capacity,
         "link": link,
         "force": force,
     }

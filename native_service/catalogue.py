@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,9 @@ class Catalogue:
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
         self._told: list[Admitted] = []
+        self.conversion_s: dict[str, float] = {}
+        """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
+        self.load_s: dict[str, float] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._routing = asyncio.Lock()
 
@@ -96,8 +100,11 @@ class Catalogue:
         Raises BundleError; nothing is left then.
         """
         folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        begun = time.monotonic()
         try:
-            return await converter.convert(source, folder, callees)
+            converted = await converter.convert(source, folder, callees)
+            self.conversion_s[source.name] = time.monotonic() - begun
+            return converted
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -115,9 +122,10 @@ class Catalogue:
         new = ServedModel(source, staged.spec, staged.triton_models)
         try:
             async with self._turns[name]:
-                old = self._served.get(name)
+                begun, old = time.monotonic(), self._served.get(name)
                 before.mkdir()
                 await self._bring(new, old, staged.folder, before)
+                self.load_s[name] = time.monotonic() - begun
                 await self._drop(
                     [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
                 )

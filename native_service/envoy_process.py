@@ -19,6 +19,7 @@ from native_service import envoy_access, envoy_config, huge_pages, processes
 from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.failures import of_envoy, tell
 from native_service.restarts import Tries
 from native_service.roles import Role
 from native_service.settings import Address
@@ -37,6 +38,7 @@ _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
 _IN_MEMORY = "envoy-in-memory"
 _MOST_WORKERS = 4
+_FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
 _PUBLIC_CALLS = r"^http\.public\.downstream_(cx|rq)_active$"
@@ -271,6 +273,7 @@ class EnvoyServer:
             *(str(self._started_from), "--config-path", "envoy.json", "--concurrency", str(workers)),
             # One bad file would otherwise silently replace everything that is served.
             *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
+            *("--file-flush-interval-msec", str(_FLUSH_MS)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
         ]
         self._child = await processes.start(command, self._environment, folder=self._folder)
@@ -296,6 +299,10 @@ class EnvoyServer:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         async for line in processes.lines(stream):
+            if line.startswith("{"):  # the access log of failures
+                if (failure := of_envoy(line)) is not None:
+                    tell(failure)
+                continue
             match = _LINE.match(line)
             level, text = (_LEVELS.get(match[1], logging.DEBUG), match[2]) if match else (logging.DEBUG, line)
             if level >= logging.ERROR or match is None:

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, envoy_access, envoy_install, preflight
+from native_service import embedded_triton, envoy_access, envoy_install, orphans, preflight
 from native_service.catalogue import Catalogue
 from native_service.control_channel import ControlChannel
 from native_service.conversion import Converter
 from native_service.envoy_config import HTTP_SOCKET
+from native_service.exposition import Loads
 from native_service.front import Front
 from native_service.hangup import Hangup
 from native_service.http_endpoints import HttpEndpoints
@@ -100,6 +101,9 @@ async def serve(settings: Settings, options: Options, *, announce: Callable[[str
     logging.getLogger("nereid").addHandler(failures)
     try:
         async with contextlib.AsyncExitStack() as ending:
+            if orphans.is_first():
+                reaping = asyncio.create_task(orphans.reap())
+                ending.callback(reaping.cancel)
             running = await _unless(stop, _start(settings, options, ending, hangup, failures))
             if running is None:
                 _LOG.info("stopped before it was ready")
@@ -185,9 +189,8 @@ async def _start(
             models=catalogue.models,
             is_answering=front.is_answering,
             metrics=where.metrics,
-            failed=front.failed,
-            scripts=lambda: front.script_counts,
-            restarts=lambda: control.restarts,
+            counted=front.counted,
+            loads=lambda: Loads(catalogue.conversion_s, catalogue.load_s, control.restarts),
         )
         await probes.start()
         ending.push_async_callback(probes.stop)
