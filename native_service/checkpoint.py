@@ -26,14 +26,14 @@ class Budget:
     """Bytes that all calls together may hold; asking for more than is left is refused at once."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
+        self.total_bytes = total_bytes
         self.used_bytes = 0
 
     def take(self, count: int) -> None:
         """Raises ResourceExhausted, and then takes nothing."""
-        if self.used_bytes + count > self._total:
+        if self.used_bytes + count > self.total_bytes:
             raise ResourceExhausted(
-                f"this server holds at most {self._total} bytes of Checkpoint tensors, retry later"
+                f"this server holds at most {self.total_bytes} bytes of Checkpoint tensors, retry later"
                 " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count
@@ -129,6 +129,11 @@ class CheckpointReader:
         return model
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of all inputs that have come and were not taken."""
+        return sum(upload.held_bytes for upload in self._uploads.values())
+
+    @property
     def regions(self) -> list[Region]:
         """Those that hold input, which Triton must know before it gets the request."""
         return [upload.data for upload in self._uploads.values() if isinstance(upload.data, Region)]
@@ -139,8 +144,8 @@ class CheckpointReader:
         batched = self.model is not None and self.model.max_batch_size > 0
         return next((upload.shape[0] for upload in self._uploads.values() if batched), 1)
 
-    def take_request(self, outputs: Mapping[str, Region | None] | None = None) -> bytes:
-        """The whole input as a serialised ModelInferRequest; ``outputs`` as in ``write_request``.
+    def take_request(self, outputs: Mapping[str, Region | None] | None = None, request_id: str = "") -> bytes:
+        """The whole input as a serialised ModelInferRequest of that id; ``outputs`` as in ``write_request``.
 
         The reader forgets what the message carries: large tensors are kept once.
         """
@@ -148,7 +153,7 @@ class CheckpointReader:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
         uploads = [self._uploads[tensor.name] for tensor in self.model.client_inputs]
         tensors = [(upload.spec, Tensor(upload.spec.name, upload.shape, upload.data)) for upload in uploads]
-        message = write_request(self.model.name, tensors, outputs)
+        message = write_request(self.model.name, tensors, outputs, request_id)
         for upload in uploads:
             if not isinstance(upload.data, Region):
                 self._forget(upload)

@@ -42,13 +42,16 @@ class Tensor(NamedTuple):
 
 
 def write_request(
-    model: str, inputs: Sequence[tuple[TensorSpec, Tensor]], outputs: Mapping[str, Region | None] | None = None
+    model: str,
+    inputs: Sequence[tuple[TensorSpec, Tensor]],
+    outputs: Mapping[str, Region | None] | None = None,
+    request_id: str = "",
 ) -> bytes:
     """A serialised ModelInferRequest. Tensors are copied into it, but for those in regions, which Triton must know.
 
     ``outputs``: what to answer with, and where to put it; None for all, in the answer.
     """
-    head = service_pb2.ModelInferRequest(model_name=model)
+    head = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     parts: list[bytes | memoryview | mmap] = []
     for spec, tensor in inputs:
         described = head.inputs.add(name=tensor.name, datatype=spec.element.kserve, shape=tensor.shape)

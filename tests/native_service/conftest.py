@@ -220,7 +220,7 @@ class Fronted:
 
     async def failures(self) -> dict[tuple[str, str], float]:
         """By model and reason, what would be shown where Triton has counted nothing; zeros are left out."""
-        failed = await self.front.failed()
+        failed = (await self.front.counted()).failed
         models = {model for model, _ in (*failed.by_status, *failed.by_reason)}
         cells = [(model, reason) for model in models for reason in metrics.REASONS]
         return {cell: count for cell in cells if (count := failed.beside(*cell, 0))}
