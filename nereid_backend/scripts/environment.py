@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from nereid_backend import locks
+from nereid_backend import locks, progress
 from nereid_backend.cache import PRIVATE, cache_folder
 from nereid_backend.errors import BundleError
 
@@ -146,14 +146,15 @@ def _remove(path: Path, *, unfinished: bool) -> None:
 
 
 def _build(path: Path, python: Path, folder: Path, content: Sequence[str]) -> None:
-    _LOG.info("building the environment %s", path.name)
     shutil.rmtree(path, ignore_errors=True)
     needed = any(line and not line.startswith("#") for line in content)
     bare = () if needed else ("--without-pip",)
-    _run([str(interpreter()), "-m", "venv", *bare, str(path)], folder, "a virtual environment cannot be made")
-    if needed:
-        pip = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar=off", "--disable-pip-version-check"]
-        _run([*pip, "-r", REQUIREMENTS_FILE], folder, f"{REQUIREMENTS_FILE} cannot be installed")
+    with progress.told(_LOG, f"building the environment {path.name}"):
+        _run([str(interpreter()), "-m", "venv", *bare, str(path)], folder, "a virtual environment cannot be made")
+        if needed:
+            pip = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
+            pip += ["--disable-pip-version-check", "-r", REQUIREMENTS_FILE]
+            _run(pip, folder, f"{REQUIREMENTS_FILE} cannot be installed")
     with (path / _COMPLETE).open("w") as file:
         os.fsync(file.fileno())
     _LOG.info("the environment %s is ready", path.name)
