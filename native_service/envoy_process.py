@@ -41,6 +41,7 @@ _MOST_WORKERS = 4
 _FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
+_RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
 _PUBLIC_CALLS = r"^http\.public\.downstream_(cx|rq)_active$"
 _READS = {
     envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
@@ -60,6 +61,7 @@ class EnvoyServer:
         *,
         bind: Address,
         max_message_bytes: int,
+        max_buffered_bytes: int,
         environment: Mapping[str, str],
         access: Access = envoy_access.OPEN,
         http: Address | None = None,
@@ -67,7 +69,7 @@ class EnvoyServer:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
         self._access, self._http = access, http
         self._program, self._folder, self._short_folder = program, folder, short_folder
-        self._bind, self._max_message_bytes = bind, max_message_bytes
+        self._bind, self._max_message_bytes, self._max_buffered_bytes = bind, max_message_bytes, max_buffered_bytes
         self._environment = {**os.environ, **environment}
         self._settings: EnvoySettings | None = None
         self._admin: EnvoyAdmin | None = None
@@ -81,6 +83,7 @@ class EnvoyServer:
         self._supervision: asyncio.Task[str] | None = None
         self.restarts = 0
         """How often it was started again after its death."""
+        self._overload_told = -_OVERLOAD_EVERY_S
 
     @property
     def admin(self) -> EnvoyAdmin:
@@ -108,7 +111,9 @@ class EnvoyServer:
         await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
-            settings = EnvoySettings(bind, triton, self._max_message_bytes, self._access, http)
+            settings = EnvoySettings(
+                bind, triton, self._max_message_bytes, self._max_buffered_bytes, self._access, http
+            )
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
@@ -307,8 +312,17 @@ class EnvoyServer:
             level, text = (_LEVELS.get(match[1], logging.DEBUG), match[2]) if match else (logging.DEBUG, line)
             if level >= logging.ERROR or match is None:
                 self._complaints.append(text)
-            if "caught ENVOY_SIGTERM" not in text:  # our own doing
+            if _RESETTING.match(text):
+                self._tell_of_overload()
+            elif "caught ENVOY_SIGTERM" not in text:  # our own doing
                 _LOG.log(level, "%s", text)
+
+    def _tell_of_overload(self) -> None:
+        """Envoy says so twenty times a second."""
+        now = time.monotonic()
+        if now > self._overload_told + _OVERLOAD_EVERY_S:
+            self._overload_told = now
+            _LOG.warning("callers hold too much memory; the calls that hold most are ended")
 
     async def _death(self, when: str) -> str:
         await asyncio.wait(self._readers, timeout=_LAST_LINES_S)

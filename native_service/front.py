@@ -98,6 +98,7 @@ class Front:
             self._run.short_path,
             bind=server.bind,
             max_message_bytes=largest,
+            max_buffered_bytes=limits.max_buffered_bytes,
             environment=self._run.environment,
             access=self._access,
             http=server.http,

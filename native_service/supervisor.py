@@ -190,7 +190,12 @@ async def _start(
             is_answering=front.is_answering,
             metrics=where.metrics,
             counted=front.counted,
-            loads=lambda: Loads(catalogue.conversion_s, catalogue.load_s, control.restarts),
+            loads=lambda: Loads(
+                dict(catalogue.conversion_s),
+                dict(catalogue.load_s),
+                control.restarts,
+                {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
+            ),
         )
         await probes.start()
         ending.push_async_callback(probes.stop)
