@@ -150,6 +150,7 @@ class ModelControl:
         """
         if await self._catalogue.revive(name):
             self._restarts[name] += 1
+            self._records.loaded(name)
             _LOG.info("model %r is back", name)
 
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
