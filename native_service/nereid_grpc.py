@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from native_service.checkpoint import Budget, CheckpointReader, output_chunks
 from native_service.envoy_scripts import KSERVE
@@ -142,13 +142,27 @@ class NativeServer:
             )
         )
         self._server.add_generic_rpc_handlers(tuple(handlers))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((self._health_handler(),))
 
     async def start(self, target: str) -> int:
         """Listen on ``target`` (``unix:/path`` or ``127.0.0.1:0``); the port, 1 for a socket of the file system."""
         port: int = self._server.add_insecure_port(target)
         await self._server.start()
         return port
+
+    def _health_handler(self) -> Any:
+        """Not the library's own, which logs a traceback for bytes that are no message: anybody may ask."""
+        request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+
+        async def watch(data: bytes, context: Any) -> None:
+            async with errors_told(context):
+                await self._health.Watch(parsed(request, data), context)
+
+        methods = {
+            "Check": unary(self._health.Check, request, response),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch, response_serializer=response.SerializeToString),
+        }
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
 
     async def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 says for the server, the services and every model."""
