@@ -14,9 +14,10 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -55,11 +56,15 @@ class Catalogue:
     """The models of one Triton. Changes of one model take turns; a slow one does not hold up those of others."""
 
     def __init__(self, run: RunDirectory, triton: TritonServer, load_timeout_s: float) -> None:
-        self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
+        self._run, self._triton = run, triton
+        self.load_timeout_s = load_timeout_s
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
         self._told: list[Admitted] = []
+        self.conversion_s: dict[str, float] = {}
+        """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
+        self.load_s: dict[str, float] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._routing = asyncio.Lock()
 
@@ -67,6 +72,11 @@ class Catalogue:
     def models(self) -> Mapping[str, Admitted]:
         """What clients may call, by name; it follows what happens."""
         return MappingProxyType(self._public)
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]:
+        """Everything that is served, hidden models too, by name."""
+        return MappingProxyType(self._served)
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -90,8 +100,11 @@ class Catalogue:
         Raises BundleError; nothing is left then.
         """
         folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        begun = time.monotonic()
         try:
-            return await converter.convert(source, folder, callees)
+            converted = await converter.convert(source, folder, callees)
+            self.conversion_s[source.name] = time.monotonic() - begun
+            return converted
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -109,9 +122,10 @@ class Catalogue:
         new = ServedModel(source, staged.spec, staged.triton_models)
         try:
             async with self._turns[name]:
-                old = self._served.get(name)
+                begun, old = time.monotonic(), self._served.get(name)
                 before.mkdir()
                 await self._bring(new, old, staged.folder, before)
+                self.load_s[name] = time.monotonic() - begun
                 await self._drop(
                     [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
                 )
@@ -120,6 +134,12 @@ class Catalogue:
         finally:
             for folder in (staged.folder, before):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def admit(self, source: Source) -> None:
+        """Serve the model of ``source``, as it is, under the settings it has now. Raises EnvoyUnavailable."""
+        name = source.name
+        async with self._turns[name]:
+            await self._serve(lambda served: {**served, name: replace(served[name], source=source)})
 
     async def remove(self, name: str) -> None:
         """Serve ``name`` no longer. Raises NereidError when it could not be routed away; then it is served as before.
@@ -166,7 +186,7 @@ class Catalogue:
     async def _load_anew(self, model: str) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
         os.utime(self._run.repository / model / VERSION)
-        await self._triton.load(model, self._load_timeout_s)
+        await self._triton.load(model, self.load_timeout_s)
 
     async def _serve(self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]]) -> None:
         """Route to what ``change`` makes of all that is served, and serve it from then on. Raises EnvoyUnavailable."""
@@ -199,7 +219,7 @@ class Catalogue:
                     _move(fresh / model, repository / model)
                 elif model in self._triton.find_dead():
                     os.utime(repository / model / VERSION)
-                await self._triton.load(model, self._load_timeout_s)
+                await self._triton.load(model, self.load_timeout_s)
                 loaded.append(model)
             await self._serve(lambda served: {**served, new.source.name: new})
         except (NereidError, OSError):

@@ -22,6 +22,7 @@ from native_service.envoy_scripts import (
     CLUSTER_HEADER,
     INTERNAL,
     KSERVE,
+    METADATA,
     MODEL_PREFIX,
     RESOURCE_EXHAUSTED,
     TRITON,
@@ -41,9 +42,22 @@ RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
 
+# Callers choose the lengths of what is cut here. Metadata is cut only in the middle of other text: hence the space.
+FAILURE_FIELDS = {
+    "cluster": "%UPSTREAM_CLUSTER%",
+    "status": "%GRPC_STATUS_NUMBER%",
+    "header": "%RESP(grpc-message):600%",
+    "trailer": "%TRAILER(grpc-message):600%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+    "path": "%REQ(:path):100%",
+    "id": f" %DYNAMIC_METADATA({METADATA}:id):100%",
+    "request_id": "%REQ(x-request-id):100%",
+    "ms": "%DURATION%",
+}
+
 _ROUTES = "public"
 _UNIX = "unix:"
-_SERVICE = "service"
+SERVICE = "service"
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
@@ -132,7 +146,7 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
-        _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
+        _cluster(settings, SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
         *([_http_cluster()] if settings.http else []),
@@ -152,7 +166,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
-    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
+    service = {"route": {"cluster": SERVICE, "timeout": "0s"}}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     host: Json = {
         "name": _ROUTES,
@@ -186,6 +200,7 @@ def _named_route(prefix: str) -> Json:
 def _base(settings: EnvoySettings) -> Json:
     return {
         "node": {"id": "nereid", "cluster": "nereid"},
+        "stats_flush_interval": "1s",
         "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}, "ignore_global_conn_limit": True},
         "overload_manager": envoy_limits.overload_manager(settings.max_message_bytes, settings.max_buffered_bytes),
     }
@@ -203,7 +218,8 @@ def _watched(file: str) -> Json:
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
-    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, envoy_limits.PUBLIC)
+    routes = {**routes, **envoy_limits.PUBLIC}
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, [_failure_line()])
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
         chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
@@ -276,13 +292,20 @@ def _http_cluster() -> Json:
 def _inner(settings: EnvoySettings) -> Json:
     """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
-    routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
-    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [], {})
+    # What comes over it is internal in the statistics of a cluster: the times of clients' own calls stand alone there.
+    internal = {"use_remote_address": True, "internal_address_config": {"unix_sockets": True}}
+    routes: Json = {"route_config": {"name": "inner", "virtual_hosts": [host]}, **internal}
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
     return {**listener, "ignore_global_conn_limit": True}
 
 
 def _listener(
-    settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json], limits: Json
+    settings: EnvoySettings,
+    name: str,
+    address: Json,
+    routes: Json,
+    filters: Sequence[Json],
+    logs: Sequence[Json] = (),
 ) -> Json:
     manager = {
         "@type": _HCM,
@@ -295,10 +318,9 @@ def _listener(
             "max_concurrent_streams": envoy_limits.MOST_STREAMS,
         },
         "stream_idle_timeout": f"{_IDLE_S}s",
-        **limits,
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
-        "access_log": [_failure_count()],
+        "access_log": [_failure_count(), *logs],
         "http_filters": [*filters, _router()],
         **routes,
     }
@@ -391,6 +413,14 @@ def _failure_count() -> Json:
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
 
 
+def _failure_line() -> Json:
+    """Prints what ``native_service.failures`` reads of each call that did not end with OK; nothing of the others."""
+    text = _TYPE + "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+    config = {"@type": text, "log_format": {"json_format": FAILURE_FIELDS}}
+    failed = {"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}}
+    return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
+
+
 def _header(name: str, value: int) -> Json:
     return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
@@ -404,7 +434,7 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "max_retries": 0,
     }
     # What our service streams may wait there: all its streams share one connection.
-    window = _SERVICE_WINDOW if name == _SERVICE else _window(settings)
+    window = _SERVICE_WINDOW if name == SERVICE else _window(settings)
     http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(window)}}
     endpoint = {"endpoint": {"address": address}}

@@ -18,6 +18,7 @@ from native_service import envoy_access, envoy_config, huge_pages, processes
 from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.failures import of_envoy, tell
 from native_service.restarts import Tries
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
@@ -35,6 +36,7 @@ _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
 _IN_MEMORY = "envoy-in-memory"
 _MOST_WORKERS = 4
+_FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
 _RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
@@ -77,6 +79,8 @@ class EnvoyServer:
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
         self._overload_told = -_OVERLOAD_EVERY_S
+        self.restarts = 0
+        """How often it was started again after its death."""
 
     @property
     def admin(self) -> EnvoyAdmin:
@@ -208,6 +212,7 @@ class EnvoyServer:
         tries = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S)
         reason = await self._next_death()
         while tries.take():
+            self.restarts += 1
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:
@@ -245,6 +250,7 @@ class EnvoyServer:
             *(str(self._started_from), "--config-path", "envoy.json", "--concurrency", str(workers)),
             # One bad file would otherwise silently replace everything that is served.
             *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
+            *("--file-flush-interval-msec", str(_FLUSH_MS)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
         ]
         self._child = await processes.start(command, self._environment, folder=self._folder)
@@ -270,6 +276,10 @@ class EnvoyServer:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         async for line in processes.lines(stream):
+            if line.startswith("{"):  # the access log of failures
+                if (failure := of_envoy(line)) is not None:
+                    tell(failure)
+                continue
             match = _LINE.match(line)
             level, text = (_LEVELS.get(match[1], logging.DEBUG), match[2]) if match else (logging.DEBUG, line)
             if level >= logging.ERROR or match is None:

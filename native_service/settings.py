@@ -138,6 +138,8 @@ class ServerSettings(Section):
     allow_insecure: bool = False
     allow_model_control: bool = False
     """Whether callers may load and unload the models that are listed here."""
+    log_format: Literal["text", "json"] = "text"
+    """What the lines of the log are."""
     tls: TlsSettings | None = None
     auth: AuthSettings | None = None
     limits: Limits = Limits()

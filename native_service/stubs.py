@@ -89,6 +89,10 @@ class StubRecord:
         self._instances[model] = len(self._processes[model])
         self._dead.discard(model)
 
+    def processes_of(self, model: str) -> list[int]:
+        """The ids of the processes of ``model``, as far as they live."""
+        return [pid for pid in self._processes.get(model, ()) if is_running(pid, self._repository / model)]
+
     def forget(self, model: str) -> None:
         """``model`` has been unloaded."""
         self._processes.pop(model, None)

@@ -55,6 +55,7 @@ _CHANNEL: tuple[tuple[str, int], ...] = (
 )
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 _KEY_NAME = "nereid-key"
+_IN_USE = "currently in use"
 _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 
@@ -106,6 +107,8 @@ class TritonServer:
         self._loaded: set[str] = set()
         self._stuck: set[str] = set()
         self._exit_hangs = False
+        self.restarts = 0
+        """How often ``restart`` was called."""
         self._record = stubs.StubRecord(repository, shared_memory_prefix, pulses)
 
     async def __aenter__(self) -> Self:
@@ -158,6 +161,7 @@ class TritonServer:
 
         What was loaded counts as dead until it is loaded again. Raises TritonUnavailable with the reason.
         """
+        self.restarts += 1
         self._bury()
         await self._end_process(grace_s=0)
         await self._launch()
@@ -224,6 +228,10 @@ class TritonServer:
         self._exit_hangs |= not dead.isdisjoint(self._loaded)
         return dead
 
+    def processes_of(self, model: str) -> list[int]:
+        """The ids of the processes that serve ``model``."""
+        return self._record.processes_of(model)
+
     def kill_hung(self, limits: Mapping[str, float]) -> list[str]:
         """Kill the processes that will not answer any more; a line for each. ``limits`` are of a model's run, in s."""
         hung = self._record.find_hung(limits)
@@ -263,16 +271,36 @@ class TritonServer:
         finally:
             self._loading.discard(model)
 
+    async def share_memory(self, name: str, size_bytes: int) -> None:
+        """Map the shared memory ``name``, which requests may then use. Raises grpc.aio.AioRpcError."""
+        asked = service_pb2.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=size_bytes)
+        await self._restricted("SystemSharedMemoryRegister", asked)
+
+    async def unshare_memory(self, name: str) -> bool:
+        """Unmap it; False while a request uses it. Raises grpc.aio.AioRpcError."""
+        try:
+            asked = service_pb2.SystemSharedMemoryUnregisterRequest(name=name)
+            await self._restricted("SystemSharedMemoryUnregister", asked)
+        except grpc.aio.AioRpcError as error:
+            if _IN_USE in (error.details() or ""):
+                return False
+            raise
+        return True
+
     def _control(self, verb: str, model: str, *, timeout_s: float | None = None) -> Any:
         """The call RepositoryModelLoad or RepositoryModelUnload, started."""
         kind = f"RepositoryModel{verb}"
+        return self._restricted(kind, getattr(service_pb2, f"{kind}Request")(model_name=model), timeout_s)
+
+    def _restricted(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+        """A call that Triton takes from us only, started."""
         call = self.channel.unary_unary(
-            f"/inference.GRPCInferenceService/{kind}",
-            request_serializer=getattr(service_pb2, f"{kind}Request").SerializeToString,
-            response_deserializer=getattr(service_pb2, f"{kind}Response").FromString,
+            f"/inference.GRPCInferenceService/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
         )
         metadata = ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
-        return call(getattr(service_pb2, f"{kind}Request")(model_name=model), timeout=timeout_s, metadata=metadata)
+        return call(request, timeout=timeout_s, metadata=metadata)
 
     def _stubs(self, model: str) -> set[int]:
         return set() if self.pid is None else stubs.stubs_of(self.pid, self._repository / model)

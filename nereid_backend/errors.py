@@ -150,6 +150,12 @@ class EnvoyUnavailable(NereidError):
     code = "UNAVAILABLE"
 
 
+class ServerUnavailable(NereidError):
+    """No running `nereid serve` is found, or it does not answer."""
+
+    code = "UNAVAILABLE"
+
+
 class ModelLoadError(NereidError):
     """Triton could not load a model, or did not within its deadline."""
 

@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.triton
-def test_the_client_in_the_readme_classifies_digits(
+def test_the_clients_in_the_readme_classify_digits(
     demo_bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Served(tmp_path, str(demo_bundles), "--bind", "127.0.0.1:0")
@@ -38,14 +38,16 @@ def test_the_client_in_the_readme_classifies_digits(
         (tmp_path / "bundles").symlink_to(demo_bundles)
         monkeypatch.chdir(tmp_path)
         names: dict[str, Any] = {}
-        client, *_ = blocks("python")
-        exec(client, names)
+        stock, own, *_ = blocks("python")
+        exec(stock, names)
         names["client"].close()
+        exec(own, names)
     finally:
         server.end()
     assert server.state["models"] == ["digits", "magika", "projection", "reader"]  # what the reader calls is hidden
     local = np.load(demo_bundles / "digits" / "local_jax.npy")
     np.testing.assert_allclose(names["probabilities"], local[:2], atol=1e-5)
+    np.testing.assert_allclose(names["streamed"], local[:2], atol=1e-5)
 
 
 def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
