@@ -47,6 +47,16 @@ class ServedModel:
     spec: ModelSpec
     triton_models: tuple[str, ...]
 
+    def loads(self, *, at_once: bool) -> list[tuple[str, tuple[str, ...]]]:
+        """What to load in order, each with the models that Triton loads with it: those of an ensemble ``at_once``.
+
+        Loaded one by one they would be loaded twice, the second time with the ensemble; but what serves already is
+        replaced one by one, so that a failure can be undone.
+        """
+        if at_once and self.spec.stages:
+            return [(self.spec.name, self.triton_models[:-1])]
+        return [(model, ()) for model in self.triton_models]
+
     def admitted(self, *, away: bool) -> Admitted:
         settings, options = self.source.settings, self.source.settings.options
         return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s)
@@ -176,17 +186,20 @@ class Catalogue:
     async def revive(self, name: str) -> bool:
         """Start again what has died of ``name`` and route to it; whether anything had. Raises NereidError."""
         async with self._turns[name]:
+            dead = self._triton.find_dead()
             model = self._served.get(name)
-            dead = [each for each in model.triton_models if each in self._triton.find_dead()] if model else []
-            for each in dead:
-                await self._load_anew(each)
+            lost = [] if model is None else [each for each in model.triton_models if each in dead]
+            if model is not None:
+                for each, behind in model.loads(at_once=len(lost) == len(model.triton_models)):
+                    if each in dead:
+                        await self._load_anew(each, behind)
             await self.route_dead()
-            return bool(dead)
+            return bool(lost)
 
-    async def _load_anew(self, model: str) -> None:
+    async def _load_anew(self, model: str, behind: Sequence[str] = ()) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
         os.utime(self._run.repository / model / VERSION)
-        await self._triton.load(model, self.load_timeout_s)
+        await self._triton.load(model, self.load_timeout_s, behind)
 
     async def _serve(self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]]) -> None:
         """Route to what ``change`` makes of all that is served, and serve it from then on. Raises EnvoyUnavailable."""
@@ -212,18 +225,19 @@ class Catalogue:
         moved: list[str] = []
         loaded: list[str] = []
         try:
-            for model in new.triton_models:
+            for model, behind in new.loads(at_once=not owned):
                 if not same:
-                    moved.append(model)
-                    _move(repository / model, before / model)
-                    _move(fresh / model, repository / model)
+                    for each in (*behind, model):
+                        moved.append(each)
+                        _move(repository / each, before / each)
+                        _move(fresh / each, repository / each)
                 elif model in self._triton.find_dead():
                     os.utime(repository / model / VERSION)
-                await self._triton.load(model, self.load_timeout_s)
+                await self._triton.load(model, self.load_timeout_s, behind)
                 loaded.append(model)
             await self._serve(lambda served: {**served, new.source.name: new})
         except (NereidError, OSError):
-            for model in moved:
+            for model in reversed(moved):
                 _move(repository / model, fresh / model)
                 _move(before / model, repository / model)
                 # A load that failed has changed nothing in Triton.

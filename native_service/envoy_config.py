@@ -36,6 +36,7 @@ Json = dict[str, Any]
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
+HTTP_ROUTES_FILE = "http-routes.json"
 
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
@@ -55,7 +56,7 @@ FAILURE_FIELDS = {
     "ms": "%DURATION%",
 }
 
-_ROUTES = "public"
+_ROUTES, _HTTP_ROUTES = "public", "http"
 _UNIX = "unix:"
 SERVICE = "service"
 _MOST_SERVICE_CALLS = 10_000
@@ -117,9 +118,10 @@ def model_of_cluster(cluster: str) -> str | None:
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
+    http = {"rds": {"route_config_name": _HTTP_ROUTES, "config_source": _watched(HTTP_ROUTES_FILE)}}
     return {
         **_base(settings),
-        "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
+        "static_resources": {"listeners": _listeners(settings, routes, http)},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -127,7 +129,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = [_public(settings, routes), *_fixed(settings)]
+    listeners = _listeners(settings, routes, {"route_config": _http_routes(settings)})
     return {**_base(settings), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
@@ -139,6 +141,11 @@ def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
 def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
     return {"resources": [{"@type": kind, **route_configuration(settings, models)}]}
+
+
+def http_routes_file(settings: EnvoySettings) -> Json:
+    kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
+    return {"resources": [{"@type": kind, **_http_routes(settings)}]}
 
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
@@ -218,8 +225,8 @@ def _watched(file: str) -> Json:
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
-    routes = {**routes, **envoy_limits.PUBLIC}
-    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, [_failure_line()])
+    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line()]}
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, more)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
         chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
@@ -228,23 +235,28 @@ def _public(settings: EnvoySettings, routes: Json) -> Json:
     return {**listener, "enable_reuse_port": False}
 
 
-def _fixed(settings: EnvoySettings) -> list[Json]:
-    """The listeners whose routes do not change."""
-    return [_inner(settings), *([_http(settings, settings.http)] if settings.http else [])]
+def _listeners(settings: EnvoySettings, routes: Json, http_routes: Json) -> list[Json]:
+    http = [_http(settings, settings.http, http_routes)] if settings.http else []
+    return [_public(settings, routes), _inner(settings), *http]
 
 
-def _http(settings: EnvoySettings, bind: Address) -> Json:
+def _http_routes(settings: EnvoySettings) -> Json:
+    host = {
+        "name": _HTTP_ROUTES,
+        "domains": ["*"],
+        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
+        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
+    }
+    # Clusters come from a file that is read later.
+    return {"name": _HTTP_ROUTES, "virtual_hosts": [host], "validate_clusters": False}
+
+
+def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
     """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
     limit = {
         "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
         "stat_prefix": "http",
         "max_connections": _MOST_HTTP_CONNECTIONS,
-    }
-    host = {
-        "name": "http",
-        "domains": ["*"],
-        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
-        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
     }
     manager = {
         "@type": _HCM,
@@ -255,8 +267,7 @@ def _http(settings: EnvoySettings, bind: Address) -> Json:
         "request_timeout": f"{envoy_limits.HEADERS_S}s",
         "stream_idle_timeout": f"{_HTTP_ANSWER_S}s",
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
-        # Clusters come from a file that is read later.
-        "route_config": {"name": "http", "virtual_hosts": [host], "validate_clusters": False},
+        **routes,
     }
     chain: Json = {
         "filters": [
@@ -294,18 +305,13 @@ def _inner(settings: EnvoySettings) -> Json:
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
     # What comes over it is internal in the statistics of a cluster: the times of clients' own calls stand alone there.
     internal = {"use_remote_address": True, "internal_address_config": {"unix_sockets": True}}
-    routes: Json = {"route_config": {"name": "inner", "virtual_hosts": [host]}, **internal}
-    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    routes: Json = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [], internal)
     return {**listener, "ignore_global_conn_limit": True}
 
 
 def _listener(
-    settings: EnvoySettings,
-    name: str,
-    address: Json,
-    routes: Json,
-    filters: Sequence[Json],
-    logs: Sequence[Json] = (),
+    settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json], more: Json
 ) -> Json:
     manager = {
         "@type": _HCM,
@@ -320,9 +326,10 @@ def _listener(
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
-        "access_log": [_failure_count(), *logs],
+        "access_log": [_failure_count()],
         "http_filters": [*filters, _router()],
         **routes,
+        **more,
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {

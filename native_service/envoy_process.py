@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from native_service import envoy_access, envoy_config, huge_pages, processes
@@ -20,6 +21,7 @@ from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
 from native_service.failures import of_envoy, tell
 from native_service.restarts import Tries
+from native_service.roles import Role
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -44,6 +46,7 @@ _PUBLIC_CALLS = r"^http\.public\.downstream_(cx|rq)_active$"
 _READS = {
     envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
     envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
+    envoy_config.HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
 }
 
 
@@ -78,9 +81,9 @@ class EnvoyServer:
         self._models: list[Admitted] = []
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
-        self._overload_told = -_OVERLOAD_EVERY_S
         self.restarts = 0
         """How often it was started again after its death."""
+        self._overload_told = -_OVERLOAD_EVERY_S
 
     @property
     def admin(self) -> EnvoyAdmin:
@@ -114,6 +117,7 @@ class EnvoyServer:
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
+            self._write(envoy_config.HTTP_ROUTES_FILE, envoy_config.http_routes_file(settings))
             (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
             try:
                 await self._launch()
@@ -159,6 +163,30 @@ class EnvoyServer:
                 self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
                 raise
             self._models = list(models)
+
+    async def set_keys(self, keys: Mapping[str, Role]) -> None:
+        """Let exactly ``keys`` in from now on, also on open connections; tokens and certificates stay as they are.
+
+        Raises EnvoyUnavailable; then those from before do.
+        """
+        if self._settings is None or self._access.credentials is None:
+            raise EnvoyUnavailable("Envoy has not been started with keys")
+        async with self._changing:
+            access = replace(self._access, credentials=replace(self._access.credentials, keys=keys))
+            settings = replace(self._settings, access=access)
+            await self._validate(settings, self._models)
+            try:
+                await self._replace_routes(settings)
+            except EnvoyUnavailable:
+                self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
+                self._write(envoy_config.HTTP_ROUTES_FILE, envoy_config.http_routes_file(self._settings))
+                raise
+            self._settings, self._access = settings, access
+
+    async def _replace_routes(self, settings: EnvoySettings) -> None:
+        await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, self._models))
+        if settings.http is not None:
+            await self._replace(envoy_config.HTTP_ROUTES_FILE, envoy_config.http_routes_file(settings))
 
     async def _switch(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
         staying = {model.spec.name for model in models}

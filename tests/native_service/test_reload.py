@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,14 @@ class Chunks:
         self.most = 0
         self.part = Part(("limits.max_chunks",), self.prepare)
 
-    async def prepare(self, server: ServerSettings) -> Callable[[], Awaitable[Sequence[str]]]:
+    async def prepare(self, server: ServerSettings) -> Callable[[Outcome], Awaitable[None]]:
         if server.limits.max_chunks == 13:
             raise SettingsError("server.limits.max_chunks cannot be 13")
 
-        async def commit() -> Sequence[str]:
+        async def commit(outcome: Outcome) -> None:
             self.most = server.limits.max_chunks
-            return ["a file changed"] if self.most == 99 else []
+            if self.most == 99:
+                outcome.applied.append("a file changed")
 
         return commit
 
