@@ -5,7 +5,6 @@ Calls that Envoy hands straight to Triton are measured by Envoy itself (:mod:`na
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from prometheus_client import Histogram
 
 from native_service.failures import SURFACES, Failure, tell
 from native_service.triton_errors import status_of
-from nereid_backend.errors import NereidError
+from nereid_backend.errors import NereidError, Unplanned
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 _BYTES = tuple(float(4**power) for power in range(5, 16))  # 1 KiB to 1 GiB
@@ -83,7 +82,8 @@ class Calls:
     def watched(self, surface: str, context: Any) -> Iterator[Call]:
         """The call of ``context``, or one request of its stream, is what happens inside; raises what that raises.
 
-        A cancelled call is neither measured nor told. What is no planned error is for the edge to tell.
+        A cancelled call is neither measured nor told. Any other exception is told with its traceback and becomes an
+        Unplanned, fit for the caller.
         """
         call = Call(surface, sent_id(context), time.monotonic_ns())
         try:
@@ -95,8 +95,10 @@ class Calls:
                 self._measure(call, seconds)
             tell(Failure(call.model, surface, code, text, call.request_id, seconds))
             raise
-        except asyncio.CancelledError:
-            raise
+        except Exception as error:
+            what = f"{type(error).__name__}, which nobody planned for"
+            tell(Failure(call.model, surface, "INTERNAL", what, call.request_id, _seconds_since(call.begun_ns)), error)
+            raise Unplanned("internal error; the server's log has the details") from error
         self._measure(call, _seconds_since(call.begun_ns))
 
     def _measure(self, call: Call, seconds: float) -> None:

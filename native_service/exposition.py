@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import platform
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -45,18 +46,20 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Of each model the last conversion and the last load, in seconds, and the restarts of its process."""
+    """Of each served model the last conversion and the last load, in seconds, and the restarts of its process."""
 
     conversion_s: Mapping[str, float]
     load_s: Mapping[str, float]
     restarts: Mapping[str, int]
+    server_restarts: Mapping[str, int] = field(default_factory=dict)
+    """Of tritonserver and Envoy, by program."""
 
 
-def exposition(triton: str, models: Mapping[str, Admitted], counted: Counted, loads: Callable[[], Loads]) -> str:
+def exposition(triton: str, models: Mapping[str, Admitted], counted: Counted, loads: Loads) -> str:
     """The whole text in Prometheus' format 0.0.4; ``triton`` is that of Triton, ``models`` those clients may call."""
     text = with_failures(with_script_counts(triton, counted.scripts), counted.failed)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Own(models, counted, loads()))
+    registry.register(_Own(models, counted, loads))
     return text + generate_latest(registry).decode()
 
 
@@ -81,6 +84,12 @@ class _Own(Collector):
         for name, count in loads.restarts.items():
             restarts.add_metric((name,), count)
         yield restarts
+        programs = CounterMetricFamily(
+            "nereid_program_restarts", "Restarts of tritonserver and Envoy after their death", labels=("program",)
+        )
+        for program, count in loads.server_restarts.items():
+            programs.add_metric((program,), count)
+        yield programs
         for what, seconds in (("conversion", loads.conversion_s), ("load", loads.load_s)):
             known = {name: seconds[name] for name in models if name in seconds}
             yield _gauge(f"nereid_model_{what}_duration_seconds", f"Duration of the last {what} of the model", known)
@@ -106,8 +115,11 @@ class _Own(Collector):
                 # When each series was made is of no use to anybody, and in this format it would be one more family.
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
                 if family.name == "nereid_request_duration_seconds":
-                    for name in self._models:
-                        family.samples += _envoy_times(family.name, name, self._counted.answered_ms)
+                    steps: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+                    for (model, begin_ms), count in self._counted.answered_ms.items():
+                        steps[model].append((begin_ms, count))
+                    for model in self._models:
+                        family.samples += _envoy_times(family.name, model, steps[model])
                 yield family
 
 
@@ -118,16 +130,16 @@ def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
     return family
 
 
-def _envoy_times(name: str, model: str, answered_ms: Mapping[tuple[str, int], int]) -> Iterable[Sample]:
-    """The samples of one histogram: a call of ``n`` ms took less than ``n + 1``, or than the end of Envoy's step."""
+def _envoy_times(name: str, model: str, steps: Iterable[tuple[int, int]]) -> Iterable[Sample]:
+    """The samples of one histogram, of how many calls took how many ms: ``n`` is less than ``n + 1``, or than the end
+    of Envoy's step."""
     labels = {"model": model, "surface": UNARY}
     buckets = [0] * (len(SECONDS) + 1)
     total_s = 0.0
-    for (of, begin_ms), count in answered_ms.items():
-        if of == model:
-            width_ms = 10 ** max(0, len(str(begin_ms)) - _STEP_DIGITS)
-            buckets[bisect_right(SECONDS, begin_ms / 1000)] += count
-            total_s += count * (begin_ms + width_ms / 2) / 1000
+    for begin_ms, count in steps:
+        width_ms = 10 ** max(0, len(str(begin_ms)) - _STEP_DIGITS)
+        buckets[bisect_right(SECONDS, begin_ms / 1000)] += count
+        total_s += count * (begin_ms + width_ms / 2) / 1000
     below = 0
     for limit, count in zip((*SECONDS, float("inf")), buckets, strict=True):
         below += count

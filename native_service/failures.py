@@ -38,8 +38,8 @@ class Failure(NamedTuple):
     seconds: float
 
 
-def tell(failure: Failure) -> None:
-    """Write it: an error where it may be the server's fault, else a warning."""
+def tell(failure: Failure, error: BaseException | None = None) -> None:
+    """Write it, with the traceback of ``error``: an error where it may be the server's fault, else a warning."""
     model, duration_ms = short_repr(failure.model), round(failure.seconds * 1000, 1)
     text = failure.text if len(failure.text) <= _LONGEST_TEXT else failure.text[: _LONGEST_TEXT - 3] + "..."
     fields = {
@@ -58,6 +58,7 @@ def tell(failure: Failure) -> None:
         failure.request_id,
         duration_ms,
         text,
+        exc_info=error,
         extra={"fields": fields, "kind": f"{failure.code} on {failure.surface}"},
     )
 

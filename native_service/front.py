@@ -98,6 +98,7 @@ class Front:
             self._run.short_path,
             bind=server.bind,
             max_message_bytes=largest,
+            max_buffered_bytes=limits.max_buffered_bytes,
             environment=self._run.environment,
             access=self._access,
             http=server.http,
@@ -185,6 +186,23 @@ class Front:
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:
             service.set_models(specs)
+
+    @property
+    def access(self) -> Access:
+        """What protects the addresses now."""
+        return self._access
+
+    async def set_access(self, access: Access) -> None:
+        """Let the keys of ``access`` in instead of those from before, and read the certificates again.
+
+        Tokens, and which files hold the certificates, stay as they are. Raises EnvoyUnavailable.
+        """
+        if self._envoy is None:
+            raise RuntimeError("the front has not been started")
+        if access.credentials is not None and access != self._access:
+            await self._envoy.set_keys(access.credentials.keys)
+            self._access = access
+        self._envoy.read_certificates_again()
 
     def set_limits(self, limits: Limits) -> None:
         """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""

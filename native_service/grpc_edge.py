@@ -109,6 +109,9 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode[code], text, hints)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError:
+        # The library's word for a client that went while it was being written to.
+        await context.abort(grpc.StatusCode.CANCELLED, "the client has gone")
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients
         _LOG.exception("a call failed in a way nobody planned for")
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")

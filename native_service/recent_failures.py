@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from native_service.log_records import SECRETS
+
 _MOST, _LONGEST = 10, 500
 
 
@@ -21,6 +23,6 @@ class RecentFailures(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._kept.append((record.created, record.getMessage()[:_LONGEST]))
+            self._kept.append((record.created, SECRETS.masked(record.getMessage())[:_LONGEST]))
         except Exception:  # noqa: BLE001 - a record that cannot be formatted; what logging's own handlers do
             self.handleError(record)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
+from native_service import envoy_access
 from native_service.catalogue import Catalogue
 from native_service.front import Front
 from native_service.model_control import ModelControl, Outcome
@@ -24,18 +25,21 @@ _LOG = logging.getLogger("nereid.reload")
 _NOTHING = "nothing has changed"
 
 
+Commit = Callable[[Outcome], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Keys of the section ``server`` that may change while it serves.
 
     ``keys`` are dotted names below ``server``; one that names a section stands for all below it. ``prepare`` checks new
     settings without a visible effect, or raises NereidError and then nothing of the file is applied. What it gives puts
-    them in force, and tells a line for each change that the keys do not show (a certificate's file with other bytes).
-    It is called at every reload, also when none of the keys differs.
+    them in force, and tells the outcome what the keys do not show (a key's file with another content). It is called at
+    every reload, also when none of the keys differs.
     """
 
     keys: tuple[str, ...]
-    prepare: Callable[[ServerSettings], Awaitable[Callable[[], Awaitable[Sequence[str]]]]]
+    prepare: Callable[[ServerSettings], Awaitable[Commit]]
 
     def covers(self, key: str) -> bool:
         return any(key == own or key.startswith(f"{own}.") for own in self.keys)
@@ -72,32 +76,54 @@ class Reload:
         differing = dict(_differences(old, fresh.server))
         live = {key for key in differing if any(part.covers(key) for part in self._parts)}
         server = _merged(old, fresh.server, live)
+        settings = fresh.model_copy(update={"server": server})
         commits = [await part.prepare(server) for part in self._parts]
         outcome = Outcome(refused=[f"server.{key} takes a restart" for key in differing if key not in live])
 
         async def commit() -> None:
             outcome.applied.extend(f"server.{key}{differing[key]}" for key in differing if key in live)
             for each in commits:
-                outcome.applied.extend(await each())
+                await each(outcome)
 
-        await self._control.reload(fresh, outcome, before=commit)
-        self._settings = fresh.model_copy(update={"server": server})
+        await self._control.reload(settings, outcome, before=commit)
+        self._settings = settings
         return outcome
 
 
 def live_limits(front: Front, catalogue: Catalogue) -> Part:
     """The limits that are looked at by each call or change anew; Envoy's listener is made for the others."""
 
-    async def prepare(server: ServerSettings) -> Callable[[], Awaitable[Sequence[str]]]:
-        async def commit() -> Sequence[str]:
+    async def prepare(server: ServerSettings) -> Commit:
+        async def commit(_outcome: Outcome) -> None:
             front.set_limits(server.limits)
             catalogue.load_timeout_s = server.limits.load_timeout_s
-            return ()
 
         return commit
 
     names = ("max_message_bytes", "max_tensor_bytes", "max_buffered_bytes", "max_chunks", "load_timeout_s")
     return Part(tuple(f"limits.{name}" for name in names), prepare)
+
+
+def live_access(front: Front) -> Part:
+    """Static keys, in the settings and in their files, and what the files of the certificates hold."""
+
+    async def prepare(server: ServerSettings) -> Commit:
+        access = await asyncio.to_thread(envoy_access.read, server)
+        before, now = front.access.credentials, access.credentials
+
+        async def commit(outcome: Outcome) -> None:
+            if before is None or now is None:
+                await front.set_access(front.access)
+                return
+            if before.tokens != now.tokens:
+                outcome.refused.append("server.auth.jwt: another secret takes a restart")
+            await front.set_access(replace(access, credentials=replace(now, tokens=before.tokens)))
+            if before.keys != now.keys:
+                outcome.applied.append(f"server.auth: {len(now.keys)} keys are let in now")
+
+        return commit
+
+    return Part(("auth.keys",), prepare)
 
 
 def _differences(old: BaseModel, new: BaseModel, section: str = "") -> Iterator[tuple[str, str]]:

@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import certificates, credentials, embedded_triton, envoy_install, orphans, preflight
+from native_service import embedded_triton, envoy_access, envoy_install, orphans, preflight
 from native_service.catalogue import Catalogue
 from native_service.control_channel import ControlChannel
 from native_service.conversion import Converter
-from native_service.envoy_access import Access
 from native_service.envoy_config import HTTP_SOCKET
 from native_service.exposition import Loads
 from native_service.front import Front
@@ -25,9 +24,9 @@ from native_service.hangup import Hangup
 from native_service.http_endpoints import HttpEndpoints
 from native_service.model_control import ModelControl
 from native_service.recent_failures import RecentFailures
-from native_service.reload import Reload, live_limits
+from native_service.reload import Reload, live_access, live_limits
 from native_service.run_directory import RunDirectory
-from native_service.settings import Address, ServerSettings, Settings
+from native_service.settings import Address, Settings
 from native_service.status import Status
 from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from native_service.watchdog import Watchdog
@@ -138,7 +137,7 @@ async def _start(
     for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
         if address is not None:
             preflight.check_free(key, address)
-    access = _access(server)
+    access = envoy_access.read(server)  # before minutes of converting and loading
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
     preflight.check(install, server.limits, cache_folder())
@@ -191,7 +190,12 @@ async def _start(
             is_answering=front.is_answering,
             metrics=where.metrics,
             counted=front.counted,
-            loads=lambda: Loads(catalogue.conversion_s, catalogue.load_s, control.restarts),
+            loads=lambda: Loads(
+                dict(catalogue.conversion_s),
+                dict(catalogue.load_s),
+                control.restarts,
+                {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
+            ),
         )
         await probes.start()
         ending.push_async_callback(probes.stop)
@@ -203,7 +207,7 @@ async def _start(
     names = tuple(catalogue.models)
     endpoints = Endpoints(public, http, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
-    reload = Reload(settings, options.reread, control, [live_limits(front, catalogue)])
+    reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
     hangup.will(reload.run)
     return endpoints, Watchdog(catalogue, control, triton), front
 
@@ -216,13 +220,6 @@ def _sources(settings: Settings, options: Options) -> dict[str, str | None]:
         "state_file": options.state_file,
     }
     return {key: None if path is None else os.path.realpath(path) for key, path in paths.items()}
-
-
-def _access(server: ServerSettings) -> Access:
-    """Certificates checked and keys read, before minutes of converting and loading. Raises SettingsError."""
-    if server.tls is not None:
-        certificates.check(server.tls)
-    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
 
 
 def _report_failure(following: asyncio.Task[None]) -> None:

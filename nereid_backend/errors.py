@@ -171,6 +171,10 @@ class ModelUnavailable(NereidError):
     code = "UNAVAILABLE"
 
 
+class Unplanned(NereidError):
+    """A bug, which the log tells with its traceback."""
+
+
 class CallError(NereidError):
     """The code of a meta model calls what it may not, or when it may not."""
 

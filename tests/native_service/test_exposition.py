@@ -1,5 +1,7 @@
+import re
 from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def counted(calls: Calls, answered_ms: dict[tuple[str, int], int], permits: dict
 
 
 def series(models: dict[str, Admitted], shown: Counted, loads: Loads) -> Series:
-    families = list(text_string_to_metric_families(exposition(TRITON, models, shown, lambda: loads)))
+    families = list(text_string_to_metric_families(exposition(TRITON, models, shown, loads)))
     assert len({family.name for family in families}) == len(families)
     samples = list(chain.from_iterable(family.samples for family in families))
     found = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
@@ -98,3 +100,12 @@ def test_what_envoy_cuts_off_puts_no_call_into_a_wrong_bucket(times_ms: list[flo
     labels = (("model", "m"), ("surface", UNARY))
     assert found[f"{name}_count", labels] == len(times_ms)
     assert abs(found[f"{name}_sum", labels] - sum(times_ms) / 1000) <= sum(0.0005 + time / 20_000 for time in times_ms)
+
+
+def test_the_readme_lists_what_is_shown_and_nothing_else() -> None:
+    calls = Calls()
+    calls.set_models(["m"])
+    shown = exposition(TRITON, admitted("m"), counted(calls, {}), Loads({"m": 1}, {"m": 1}, {"m": 0}, {"envoy": 0}))
+    names = set(re.findall(r"^# TYPE (nereid_\w+) ", shown, re.MULTILINE))
+    table = (Path(__file__).parents[2] / "README.md").read_text().partition("### Metrics")[2].partition("###")[0]
+    assert set(re.findall(r"`(nereid_\w+)`", table)) == names

@@ -68,13 +68,20 @@ def test_the_script_in_the_readme_answers(tmp_path: Path) -> None:
 def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
     from native_service import settings
 
-    block, _ = blocks("yaml")
+    block, *_ = blocks("yaml")
     (tmp_path / "bundles").mkdir()
     (tmp_path / "nereid.yaml").write_text(block)
     loaded = settings.load(tmp_path / "nereid.yaml")
     raw = yaml.safe_load(block)
     assert str(loaded.server.bind) == raw["server"]["bind_addr"]
     assert [model.name for model in loaded.models] == ["digits"]
+    *_, protection = blocks("yaml")
+    (tmp_path / "nereid.yaml").write_text(
+        yaml.safe_dump({**raw, "server": {**raw["server"], **yaml.safe_load(protection)["server"]}})
+    )
+    server = settings.load(tmp_path / "nereid.yaml").server
+    assert server.tls is not None
+    assert server.auth is not None
 
 
 def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
@@ -89,7 +96,7 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
         for block in blocks("python")
         if "import InvalidArgument, register_model" in block or "register_model(" in block
     )
-    _, declared = blocks("yaml")
+    _, declared, _ = blocks("yaml")
     (tmp_path / "hooks.py").write_text(code)
     preprocess = user_code.load(tmp_path, "digits", ModelHooks, "register_model").preprocess
     image = NamedArray("image", np.full((2, 64), 16, np.uint8))

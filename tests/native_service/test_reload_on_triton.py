@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live import code_of, listing, live
-from serving import Served, checkpoint, chunk, meta, write_adder
+import tritonclient.grpc as tritonclient
+from live import ROW, code_of, listing, live
+from serving import Served, checkpoint, chunk, input_tensor, meta, write_adder
+from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton
 
@@ -99,6 +107,78 @@ def test_status_tells_addresses_versions_processes_and_failures(tmp_path: Path) 
         assert model["memory_bytes"] > 10 << 20
         assert set(model["processes"]) <= served.descendants()
         assert status["failures"] == []
+        (process,) = model["processes"]
+        os.kill(process, signal.SIGKILL)
+        serving.until(lambda: asked("models", served)[0]["restarts"] == 1 and serving.amount() == 1)
+        (again,) = asked("models", served)
+        assert (again["state"], process in again["processes"]) == ("ready", False)
+        assert again["loaded_at"] > model["loaded_at"]
+        status = asked("status", served)
+        assert status["restarts"] == {"tritonserver": 0, "envoy": 0, "models": 1}
+        assert "its process has died" in status["failures"][-1]["text"]
         (tmp_path / "nereid.yaml").write_text("models: 1")
         nereid("reload", str(served.process.pid))
         assert asked("status", served)["failures"][-1]["text"] == "nothing has changed"
+
+
+def test_keys_come_and_go_on_both_addresses_while_calls_go_on(tmp_path: Path) -> None:
+    keys = {name: name * 8 for name in ("old", "stays", "fresh", "filed")}
+    (tmp_path / "key").write_text("the-first-content")
+
+    def settings(*names: str) -> str:
+        rows = [f"{{name: {n}, role: inference, sha256: {sha256(keys[n].encode()).hexdigest()}}}" for n in names]
+        rows.append("{name: file, role: inference, key_file: key}")
+        return listing("adder", server=f", http_addr: '127.0.0.1:0', auth: {{keys: [{', '.join(rows)}]}}")
+
+    with live(tmp_path, settings=settings("old", "stays"), models=("adder",)) as serving:
+        client = serving.client
+        metrics = f"http://{serving.served.state['http']}/metrics"
+
+        def may(key: str) -> tuple[str, int]:
+            """What the key gets at the address of the service, and at that of the metrics."""
+            header = {"authorization": f"Bearer {key}"}
+            code, status = "OK", 200
+            try:
+                client.infer("adder", [input_tensor("input", ROW)], headers=header)
+            except InferenceServerException as error:
+                code = str(error.status()).removeprefix("StatusCode.")
+            try:
+                urllib.request.urlopen(urllib.request.Request(metrics, headers=header), timeout=10).close()
+            except urllib.error.HTTPError as error:
+                status = error.code
+            return code, status
+
+        failures = []
+        over = threading.Event()
+
+        def ask() -> None:
+            with tritonclient.InferenceServerClient(serving.served.state["address"]) as other:
+                header = {"authorization": f"Bearer {keys['stays']}"}
+                while not over.is_set():
+                    try:
+                        other.infer("adder", [input_tensor("input", ROW)], headers=header)
+                    except InferenceServerException as error:
+                        failures.append(error)
+
+        both, neither = ("OK", 200), ("UNAUTHENTICATED", 401)
+        assert [may(keys["old"]), may(keys["fresh"]), may("the-first-content")] == [both, neither, both]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ask)
+            try:
+                (tmp_path / "nereid.yaml").write_text(settings("stays", "fresh"))
+                (tmp_path / "key").write_text("the-next-content")
+                done = nereid("reload", str(serving.served.process.pid))
+                assert done.stdout.splitlines() == ["server.auth.keys changed", "server.auth: 3 keys are let in now"]
+                assert [may(keys["old"]), may(keys["fresh"]), may("the-first-content")] == [neither, both, neither]
+                assert may("the-next-content") == both
+                (tmp_path / "key").unlink()
+                done = nereid("reload", str(serving.served.process.pid))
+                assert "cannot be read" in done.stderr
+                assert may("the-next-content") == both
+            finally:
+                over.set()
+        assert failures == []
+        (tmp_path / "key").write_text("the-next-content")
+        (tmp_path / "nereid.yaml").write_text(listing("adder", server=", http_addr: '127.0.0.1:0'"))
+        assert "server.auth takes a restart" in nereid("reload", str(serving.served.process.pid)).stderr
+        assert may("") == neither

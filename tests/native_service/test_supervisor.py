@@ -99,7 +99,7 @@ class Nereid:
         return state
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # many processes start, on cores that may be shared
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
