@@ -38,10 +38,14 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
     ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec, _ in native)
     limits = ", ".join(f'["{spec.name}"] = {limit_s}' for spec, limit_s in native if limit_s is not None)
     asking = ", ".join(f'["/{KSERVE}/{method}"] = true' for method in ("ModelMetadata", "ModelConfig", "ModelReady"))
+    streams = ", ".join(
+        f'["{path}"] = true' for path in (f"/{KSERVE}/ModelStreamInfer", "/inference.Nereid/Checkpoint")
+    )
     return (
         f"local ranks = {{{ranks}}}\n"
         f"local limits = {{{limits}}}\n"
         f'local infer, asking = "/{KSERVE}/ModelInfer", {{{asking}}}\n'
+        f"local streams = {{{streams}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
         f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n' + _ON_REQUEST
@@ -208,7 +212,11 @@ function envoy_on_request(request)
   end
   local path = headers:get(":path")
   local is_infer = path == infer
-  if not is_infer and not asking[path] then return end
+  if not is_infer and not asking[path] then
+    -- Envoy bounds what it holds of messages that are half sent, our service cannot.
+    if not streams[path] then request:body() end
+    return
+  end
   buffer = request:body()
   local length = buffer and buffer:length() or 0
   if length < 5 then return end

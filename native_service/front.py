@@ -28,6 +28,8 @@ from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec
 
 _DRAIN_S = 10.0
+# Of the largest: what our server holds while it answers is no attack.
+_REQUESTS_AT_ONCE = 4
 _CHANNEL: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -86,6 +88,8 @@ class Front:
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
         self._native, self._services = native, (kserve, native)
+        room = limits.max_buffered_bytes + _REQUESTS_AT_ONCE * limits.max_request_bytes
+        self._ending.callback(asyncio.create_task(inference.half_sent.watch(room)).cancel)
         inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)

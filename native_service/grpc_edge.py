@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2
 from native_service.calls import Calls
 from native_service.envoy_config import RETRY_AFTER_S, model_cluster
 from native_service.envoy_scripts import CLUSTER_HEADER
+from native_service.half_sent import HalfSent
 from native_service.metrics import Refusals
 from native_service.triton_errors import status_of
 from nereid_backend.errors import (
@@ -41,6 +42,7 @@ class Inference:
         """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
         self.refusals = refusals
         self.calls = Calls()
+        self.half_sent = HalfSent()
         self.away: Collection[str] = ()
         """The models whose calls cannot run at the moment."""
         self.time_limits_s: Mapping[str, float] = {}

@@ -189,7 +189,7 @@ class KServeService:
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One request after the other; a bad one, or one without a permit, costs only its own answer."""
         async with errors_told(context):
-            async for request in requests:
+            async for request in self._inference.half_sent.messages(requests):
                 try:
                     with self._inference.calls.watched(STREAM, context) as call:
                         response = await self._told(call, parsed(pb.ModelInferRequest, request), context)

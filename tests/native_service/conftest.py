@@ -23,6 +23,7 @@ from native_service.envoy_access import OPEN, Access
 from native_service.envoy_config import Admitted
 from native_service.front import Front
 from native_service.grpc_edge import Inference
+from native_service.half_sent import HalfSent
 from native_service.kserve_grpc import KServeService
 from native_service.metrics import Refusals
 from native_service.nereid_grpc import NativeServer, NereidService
@@ -171,7 +172,10 @@ class FakeServer:
 class Service:
     """The running pair, and a channel to its front."""
 
-    def __init__(self, triton: FakeTriton, native: NativeServer, channel: Any, refusals: Refusals) -> None:
+    def __init__(
+        self, triton: FakeTriton, native: NativeServer, channel: Any, refusals: Refusals, half_sent: HalfSent
+    ) -> None:
+        self.half_sent = half_sent
         self.triton = triton
         self.native = native
         self.channel = channel
@@ -198,7 +202,7 @@ async def running(
         await native.set_serving(True)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Service(triton, native, channel, refusals)
+                yield Service(triton, native, channel, refusals, inference.half_sent)
         finally:
             await native.stop(0)
 
