@@ -16,18 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from native_service import envoy_access, envoy_scripts
+from native_service import envoy_access, envoy_limits, envoy_scripts
 from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
     INTERNAL,
     KSERVE,
+    METADATA,
     MODEL_PREFIX,
     RESOURCE_EXHAUSTED,
     TRITON,
     UNAVAILABLE,
 )
-from native_service.settings import Address
+from native_service.settings import Address, Limits
 from nereid_backend.spec import ModelSpec
 
 Json = dict[str, Any]
@@ -35,24 +36,34 @@ Json = dict[str, Any]
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
+HTTP_ROUTES_FILE = "http-routes.json"
 
 QUEUE_FULL = "model queue full, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
 
-_ROUTES = "public"
+# Callers choose the lengths of what is cut here. Metadata is cut only in the middle of other text: hence the space.
+FAILURE_FIELDS = {
+    "cluster": "%UPSTREAM_CLUSTER%",
+    "status": "%GRPC_STATUS_NUMBER%",
+    "header": "%RESP(grpc-message):600%",
+    "trailer": "%TRAILER(grpc-message):600%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+    "path": "%REQ(:path):100%",
+    "id": f" %DYNAMIC_METADATA({METADATA}:id):100%",
+    "request_id": "%REQ(x-request-id):100%",
+    "ms": "%DURATION%",
+}
+
+_ROUTES, _HTTP_ROUTES = "public", "http"
 _UNIX = "unix:"
-_SERVICE = "service"
-_MOST_CONNECTIONS = 10_000
+SERVICE = "service"
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
-# How long headers, and a TLS handshake, may take to arrive.
-_HEADERS_S = 10
-_HEADER_LIMITS: Json = {"max_headers_count": 100}
 _MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
@@ -83,11 +94,12 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
     """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``;
-    ``max_message_bytes`` is ``server.limits.max_request_bytes``."""
+    ``max_message_bytes`` is ``server.limits.max_request_bytes``, ``max_buffered_bytes`` the limit of that name."""
 
     bind: Address
     triton: str
     max_message_bytes: int
+    max_buffered_bytes: int = Limits().max_buffered_bytes
     access: Access = envoy_access.OPEN
     http: Address | None = None
     """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
@@ -106,9 +118,10 @@ def model_of_cluster(cluster: str) -> str | None:
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
+    http = {"rds": {"route_config_name": _HTTP_ROUTES, "config_source": _watched(HTTP_ROUTES_FILE)}}
     return {
-        **_base(),
-        "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
+        **_base(settings),
+        "static_resources": {"listeners": _listeners(settings, routes, http)},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -116,8 +129,8 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = [_public(settings, routes), *_fixed(settings)]
-    return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
+    listeners = _listeners(settings, routes, {"route_config": _http_routes(settings)})
+    return {**_base(settings), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
 def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
@@ -130,12 +143,17 @@ def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     return {"resources": [{"@type": kind, **route_configuration(settings, models)}]}
 
 
+def http_routes_file(settings: EnvoySettings) -> Json:
+    kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
+    return {"resources": [{"@type": kind, **_http_routes(settings)}]}
+
+
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits."""
     triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
-        _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
+        _cluster(settings, SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
         *([_http_cluster()] if settings.http else []),
@@ -155,7 +173,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
-    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
+    service = {"route": {"cluster": SERVICE, "timeout": "0s"}}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     host: Json = {
         "name": _ROUTES,
@@ -186,14 +204,12 @@ def _named_route(prefix: str) -> Json:
     return {"match": match, "route": {"cluster_header": CLUSTER_HEADER, "timeout": "0s"}}
 
 
-def _base() -> Json:
-    monitor = "envoy.resource_monitors.global_downstream_max_connections"
-    kind = "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig"
-    limit = {"@type": _TYPE + kind, "max_active_downstream_connections": _MOST_CONNECTIONS}
+def _base(settings: EnvoySettings) -> Json:
     return {
         "node": {"id": "nereid", "cluster": "nereid"},
-        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}},
-        "overload_manager": {"resource_monitors": [{"name": monitor, "typed_config": limit}]},
+        "stats_flush_interval": "1s",
+        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}, "ignore_global_conn_limit": True},
+        "overload_manager": envoy_limits.overload_manager(settings.max_message_bytes, settings.max_buffered_bytes),
     }
 
 
@@ -209,43 +225,49 @@ def _watched(file: str) -> Json:
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
-    listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line()]}
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, more)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
         chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
+        chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     # Without this a second program on the same port would silently take a part of the calls.
     return {**listener, "enable_reuse_port": False}
 
 
-def _fixed(settings: EnvoySettings) -> list[Json]:
-    """The listeners whose routes do not change."""
-    return [_inner(settings), *([_http(settings, settings.http)] if settings.http else [])]
+def _listeners(settings: EnvoySettings, routes: Json, http_routes: Json) -> list[Json]:
+    http = [_http(settings, settings.http, http_routes)] if settings.http else []
+    return [_public(settings, routes), _inner(settings), *http]
 
 
-def _http(settings: EnvoySettings, bind: Address) -> Json:
+def _http_routes(settings: EnvoySettings) -> Json:
+    host = {
+        "name": _HTTP_ROUTES,
+        "domains": ["*"],
+        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
+        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
+    }
+    # Clusters come from a file that is read later.
+    return {"name": _HTTP_ROUTES, "virtual_hosts": [host], "validate_clusters": False}
+
+
+def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
     """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
     limit = {
         "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
         "stat_prefix": "http",
         "max_connections": _MOST_HTTP_CONNECTIONS,
     }
-    host = {
-        "name": "http",
-        "domains": ["*"],
-        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
-        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
-    }
     manager = {
         "@type": _HCM,
         "stat_prefix": "http",
         "codec_type": "HTTP1",
-        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s", **_HEADER_LIMITS},
-        "request_headers_timeout": f"{_HEADERS_S}s",
-        "request_timeout": f"{_HEADERS_S}s",
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
+        "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
+        "request_timeout": f"{envoy_limits.HEADERS_S}s",
         "stream_idle_timeout": f"{_HTTP_ANSWER_S}s",
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
-        # Clusters come from a file that is read later.
-        "route_config": {"name": "http", "virtual_hosts": [host], "validate_clusters": False},
+        **routes,
     }
     chain: Json = {
         "filters": [
@@ -256,7 +278,7 @@ def _http(settings: EnvoySettings, bind: Address) -> Json:
     if (tls := settings.access.tls) is not None:
         # Probes have no certificates; what is not for everybody asks for a key.
         chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=False)
-        chain["transport_socket_connect_timeout"] = f"{_HEADERS_S}s"
+        chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     return {
         "name": "http",
         "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
@@ -281,24 +303,33 @@ def _http_cluster() -> Json:
 def _inner(settings: EnvoySettings) -> Json:
     """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
-    routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
-    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    # What comes over it is internal in the statistics of a cluster: the times of clients' own calls stand alone there.
+    internal = {"use_remote_address": True, "internal_address_config": {"unix_sockets": True}}
+    routes: Json = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [], internal)
     return {**listener, "ignore_global_conn_limit": True}
 
 
-def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
+def _listener(
+    settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json], more: Json
+) -> Json:
     manager = {
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "HTTP2",
         # Envoy takes 10,000 waiting frames for an attack, and each line of a script is one; their bytes are bounded.
-        "http2_protocol_options": {**_http2(_window(settings)), "max_outbound_frames": _MOST_FRAMES},
+        "http2_protocol_options": {
+            **_http2(_window(settings)),
+            "max_outbound_frames": _MOST_FRAMES,
+            "max_concurrent_streams": envoy_limits.MOST_STREAMS,
+        },
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
         "access_log": [_failure_count()],
         "http_filters": [*filters, _router()],
         **routes,
+        **more,
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {
@@ -344,17 +375,28 @@ def _dead_stub() -> Json:
 
 
 def _refusals(settings: EnvoySettings) -> list[Json]:
-    """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
+    """Envoy's own answers in gRPC's words.
+
+    UO: no permit left. UF, UC, UH: Triton or our service is not there.
+    """
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
     gone = "the server behind this address does not answer, retry later"
     # The script waits for the whole message, and this one does not fit into the buffer.
     status = {"op": "EQ", "value": {"default_value": _CONTENT_TOO_LARGE, "runtime_key": "unused"}}
     too_large = {"status_code_filter": {"comparison": status}}
+    overloaded = _details("startsWith('overload')")
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
+        _refusal(overloaded, envoy_limits.OVERLOADED, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
         _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", UNAVAILABLE)]),
         _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
+
+
+def _details(condition: str) -> Json:
+    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+    expression = f"response.code_details.{condition}"
+    return {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
 
 
 def _flags(*flags: str) -> Json:
@@ -378,6 +420,14 @@ def _failure_count() -> Json:
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
 
 
+def _failure_line() -> Json:
+    """Prints what ``native_service.failures`` reads of each call that did not end with OK; nothing of the others."""
+    text = _TYPE + "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+    config = {"@type": text, "log_format": {"json_format": FAILURE_FIELDS}}
+    failed = {"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}}
+    return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
+
+
 def _header(name: str, value: int) -> Json:
     return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
@@ -391,7 +441,7 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "max_retries": 0,
     }
     # What our service streams may wait there: all its streams share one connection.
-    window = _SERVICE_WINDOW if name == _SERVICE else _window(settings)
+    window = _SERVICE_WINDOW if name == SERVICE else _window(settings)
     http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(window)}}
     endpoint = {"endpoint": {"address": address}}

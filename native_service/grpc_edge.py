@@ -11,10 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from native_service.calls import Calls
 from native_service.envoy_config import RETRY_AFTER_S, model_cluster
-from native_service.envoy_scripts import CLUSTER_HEADER, PROCESS_DIED, STUB_IS_DEAD
+from native_service.envoy_scripts import CLUSTER_HEADER
 from native_service.metrics import Refusals
-from native_service.triton_errors import canonical
+from native_service.triton_errors import status_of
 from nereid_backend.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -39,6 +40,7 @@ class Inference:
     def __init__(self, channel: Any, refusals: Refusals) -> None:
         """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
         self.refusals = refusals
+        self.calls = Calls()
         self.away: Collection[str] = ()
         """The models whose calls cannot run at the moment."""
         self.time_limits_s: Mapping[str, float] = {}
@@ -102,14 +104,14 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
         hint = ((_RETRY_AFTER, str(RETRY_AFTER_S)),) if isinstance(error, ResourceExhausted) else ()
         await context.abort(grpc.StatusCode[error.code], shown(error), hint)
     except grpc.aio.AioRpcError as error:
-        # Triton's own code and words: the runtime inside has made them fit for a client.
-        if STUB_IS_DEAD in (error.details() or ""):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, PROCESS_DIED)
         hints = tuple(pair for pair in _metadata_of(error) if pair[0] == _RETRY_AFTER)
-        code, text = canonical(error.code().name, error.details() or "Triton gave no reason")
+        code, text = status_of(error)
         await context.abort(grpc.StatusCode[code], text, hints)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError:
+        # The library's word for a client that went while it was being written to.
+        await context.abort(grpc.StatusCode.CANCELLED, "the client has gone")
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients
         _LOG.exception("a call failed in a way nobody planned for")
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
@@ -129,12 +131,15 @@ def parsed(kind: Any, data: bytes) -> Any:
         raise InvalidArgument(f"the request is not a valid {kind.DESCRIPTOR.full_name}") from None
 
 
-def unary(call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: Any) -> Any:
-    """A gRPC handler for ``call``; ``request`` and ``response`` are the types of its messages."""
+def unary(calls: Calls, name: str, call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: Any) -> Any:
+    """A gRPC handler for ``call``, the method ``name``; ``request`` and ``response`` are the types of its messages."""
 
     async def answer(data: bytes, context: Any) -> Any:
         async with errors_told(context):
-            return await call(parsed(request, data), context)
+            with calls.watched(name, context) as watched:
+                message = parsed(request, data)
+                watched.model = getattr(message, "model_name", "") or getattr(message, "name", "")
+                return await call(message, context)
         raise AssertionError("errors_told ends the call")
 
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=response.SerializeToString)

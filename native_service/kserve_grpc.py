@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
+from native_service.calls import Call, short_id
 from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
+from native_service.exposition import own_version
+from native_service.failures import ASSISTED, STREAM
 from native_service.grpc_edge import Inference, errors_told, parsed, shown, unary
 from native_service.script_calls import ScriptCalls
 from native_service.triton_errors import canonical
@@ -80,7 +82,9 @@ class KServeService:
     def handler(self) -> Any:
         """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
         methods: dict[str, Any] = {
-            name: unary(call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response"))
+            name: unary(
+                self._inference.calls, name, call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+            )
             for name, call in {
                 "ServerLive": self._server_live,
                 "ServerReady": self._server_ready,
@@ -90,11 +94,13 @@ class KServeService:
                 "ModelConfig": self._asked_of_triton("ModelConfig"),
                 "ModelStatistics": self._model_statistics,
                 "RepositoryIndex": self._repository_index,
-                "ModelInfer": self._model_infer,
                 **self._control_calls(),
                 **dict.fromkeys(_OFF, _switched_off),
             }.items()
         }
+        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(
+            self._unary_infer, response_serializer=pb.ModelInferResponse.SerializeToString
+        )
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer, response_serializer=pb.ModelStreamInferResponse.SerializeToString
         )
@@ -110,7 +116,7 @@ class KServeService:
         theirs = await self._ask("ServerMetadata", request)
         off = _OFF_EXTENSIONS if self._control else (*_OFF_EXTENSIONS, _CONTROL_EXTENSION)
         extensions = [name for name in theirs.extensions if name.partition("(")[0] not in off]
-        return pb.ServerMetadataResponse(name="nereid", version=_version(), extensions=extensions)
+        return pb.ServerMetadataResponse(name="nereid", version=own_version(), extensions=extensions)
 
     async def _model_ready(self, request: Any, _context: Any) -> Any:
         if request.name not in self._specs or request.version not in _VERSIONS or request.name in self._inference.away:
@@ -150,6 +156,23 @@ class KServeService:
             unload: _controlling(self._control.unload, pb.RepositoryModelUnloadResponse),
         }
 
+    async def _unary_infer(self, data: bytes, context: Any) -> Any:
+        async with errors_told(context):
+            with self._inference.calls.watched(ASSISTED, context) as call:
+                return await self._told(call, parsed(pb.ModelInferRequest, data), context)
+        raise AssertionError("errors_told ends the call")
+
+    async def _told(self, call: Call, request: Any, context: Any) -> Any:
+        """The answer, after ``call`` has learned what it is about. What runs the model gets its id to log it by."""
+        call.model = request.model_name
+        if request.id:
+            call.request_id = short_id(request.id)
+            return await self._model_infer(request, context)
+        request.id = call.request_id
+        answer = await self._model_infer(request, context)
+        answer.id = ""  # as Triton answers a request without one
+        return answer
+
     async def _model_infer(self, request: Any, context: Any) -> Any:
         spec = self._served(request.model_name, request.model_version)
         complete_batch(request, spec)
@@ -168,7 +191,8 @@ class KServeService:
         async with errors_told(context):
             async for request in requests:
                 try:
-                    response = await self._model_infer(parsed(pb.ModelInferRequest, request), context)
+                    with self._inference.calls.watched(STREAM, context) as call:
+                        response = await self._told(call, parsed(pb.ModelInferRequest, request), context)
                 except NereidError as error:
                     answer = pb.ModelStreamInferResponse(error_message=shown(error))
                 except grpc.aio.AioRpcError as error:
@@ -257,10 +281,3 @@ def check_texts(request: Any) -> None:
 
 async def _switched_off(_request: Any, context: Any) -> Any:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this call is switched off on this server")
-
-
-def _version() -> str:
-    try:
-        return version("nereid-triton")
-    except PackageNotFoundError:
-        return "unknown"
