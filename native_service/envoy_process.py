@@ -281,7 +281,7 @@ class EnvoyServer:
             *("--file-flush-interval-msec", str(_FLUSH_MS)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
         ]
-        self._child = await processes.start(command, self._environment, folder=self._folder)
+        self._child = await processes.start(command, self._environment, folder=self._folder, new_session=False)
         self._readers = [asyncio.create_task(self._read(s)) for s in (self._child.stdout, self._child.stderr)]
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:

@@ -182,7 +182,7 @@ class TritonServer:
 
     async def _launch(self) -> None:
         self._log = TritonLog()
-        self._child = await processes.start(self._command(self.addresses), self._environment)
+        self._child = await processes.start(self._command(self.addresses), self._environment, new_session=False)
         self._readers = _read_output(self._child, self._log)
         await self._until_live()
 

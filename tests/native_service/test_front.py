@@ -524,6 +524,15 @@ def test_a_dead_envoy_is_started_again_at_the_same_address(fronting: Fronting, s
     asyncio.run(scenario())
 
 
+def test_envoy_shares_our_session_but_not_the_signals_of_our_terminal(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            envoy = service.front.envoy_pid
+            assert (os.getsid(envoy), os.getpgid(envoy)) == (os.getsid(0), envoy)
+
+    asyncio.run(scenario())
+
+
 def test_an_envoy_that_does_not_stay_up_is_given_up(fronting: Fronting, spec: Spec) -> None:
     async def scenario() -> None:
         async with fronting(spec()) as service:
