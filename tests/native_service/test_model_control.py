@@ -32,7 +32,7 @@ class FakeTriton:
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def load(self, model: str, _timeout_s: float) -> None:
+    async def load(self, model: str, _timeout_s: float, _behind: Any = ()) -> None:
         self.loads += 1
         await self.may_load.wait()
         if self.away:
