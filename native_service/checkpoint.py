@@ -31,7 +31,7 @@ class Budget:
         """Raises ResourceExhausted, and then takes nothing."""
         if self.used_bytes + count > self._total:
             raise ResourceExhausted(
-                f"this server holds at most {self._total} bytes of Checkpoint tensors, retry later"
+                f"this server holds at most {self._total} bytes of tensors at once, retry later"
                 " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count

@@ -37,24 +37,32 @@ from nereid_backend.spec import ModelSpec
 Json = dict[str, Any]
 
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
-ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "service.sock"
+ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
 KSERVE = "inference.GRPCInferenceService"
 QUEUE_FULL = "model queue full, retry later"
+GONE = "the server behind this address does not answer, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
 
 _ROUTES = "public"
+# A request with this in it names a region of shared memory, which our service checks.
+_REGIONS = "shared_memory_region"
 _UNIX = "unix:"
-_SERVICE = "service"
+_SERVICE, _HTTP_SERVICE = "service", "http_service"
 _MOST_CONNECTIONS = 10_000
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
+# HTTP/1.1: how long a client may take for a request's head, and Envoy keeps a connection to our service that nobody
+# uses, which ends its own after 75 s.
+_HEAD_TIMEOUT_S, _KEPT_S = 30, 30
+# What of a body waits in Envoy on either side; our service takes it in pieces.
+_HTTP_BUFFER_BYTES = 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
 _MOST_FRAMES = 1_000_000
@@ -78,11 +86,14 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
     """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``;
-    ``max_message_bytes`` is ``server.limits.max_request_bytes``."""
+    ``max_message_bytes`` is ``server.limits.max_request_bytes``; ``http_bind`` is where KServe v2 over HTTP is;
+    ``shared_memory`` whether clients may register some."""
 
     bind: Address
     triton: str
     max_message_bytes: int
+    http_bind: Address | None = None
+    shared_memory: bool = False
 
 
 def model_cluster(name: str) -> str:
@@ -100,7 +111,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
     return {
         **_base(),
-        "static_resources": {"listeners": [_public(settings, routes), _inner(settings)]},
+        "static_resources": {"listeners": _listeners(settings, routes), "clusters": _fixed_clusters(settings)},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -108,8 +119,14 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = [_public(settings, routes), _inner(settings)]
-    return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
+    listeners = _listeners(settings, routes)
+    known = [*_fixed_clusters(settings), *clusters(settings, models)]
+    return {**_base(), "static_resources": {"listeners": listeners, "clusters": known}}
+
+
+def _listeners(settings: EnvoySettings, routes: Json) -> list[Json]:
+    http = [] if settings.http_bind is None else [_http(settings.http_bind)]
+    return [_public(settings, routes), *http, _inner(settings)]
 
 
 def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
@@ -145,7 +162,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     # models that are away.
     native = [model.spec for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
-    on_request = envoy_scripts.on_request(native)
+    on_request = envoy_scripts.on_request(native, checked=_REGIONS if settings.shared_memory else "")
     service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
@@ -243,6 +260,40 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
     }
 
 
+def _fixed_clusters(settings: EnvoySettings) -> list[Json]:
+    return [] if settings.http_bind is None else [_http_cluster()]
+
+
+def _http(bind: Address) -> Json:
+    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
+    route = {"match": {"prefix": "/"}, "route": {"cluster": _HTTP_SERVICE, "timeout": "0s"}}
+    gone = _refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])
+    manager = {
+        "@type": _HCM,
+        "stat_prefix": "http",
+        "codec_type": "HTTP1",
+        # One spelling for each path, whoever decides by paths.
+        "normalize_path": True,
+        "path_with_escaped_slashes_action": "REJECT_REQUEST",
+        "stream_idle_timeout": f"{_IDLE_S}s",
+        "request_headers_timeout": f"{_HEAD_TIMEOUT_S}s",
+        "local_reply_config": {
+            "mappers": [gone],
+            "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
+        },
+        "http_filters": [_filter("router", "envoy.extensions.filters.http.router.v3.Router")],
+        "route_config": {"name": "http", "virtual_hosts": [{"name": "http", "domains": ["*"], "routes": [route]}]},
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    return {
+        "name": "http",
+        "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
+        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
+        "filter_chains": [chain],
+        "enable_reuse_port": False,
+    }
+
+
 def _filter(name: str, kind: str) -> Json:
     return {"name": name, "typed_config": {"@type": _TYPE + kind}}
 
@@ -297,14 +348,13 @@ def _extraction() -> Json:
 def _refusals(settings: EnvoySettings) -> list[Json]:
     """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
-    gone = "the server behind this address does not answer, retry later"
     cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
     # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
     expression = "response.code_details.contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')"
     too_large = {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
-        _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", UNAVAILABLE)]),
+        _refusal(_flags("UF", "UC", "UH"), GONE, [_header("grpc-status", UNAVAILABLE)]),
         _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
 
@@ -355,6 +405,25 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "circuit_breakers": {"thresholds": [threshold]},
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+    }
+
+
+def _http_cluster() -> Json:
+    threshold = {"max_requests": _MOST_SERVICE_CALLS, "max_connections": _MOST_SERVICE_CALLS, "max_retries": 0}
+    options = {
+        "@type": _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http_protocol_options": {}},
+        "common_http_protocol_options": {"idle_timeout": f"{_KEPT_S}s"},
+    }
+    endpoint = {"endpoint": {"address": {"pipe": {"path": HTTP_SOCKET}}}}
+    return {
+        "name": _HTTP_SERVICE,
+        "type": "STATIC",
+        "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
+        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
+        "circuit_breakers": {"thresholds": [threshold]},
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
+        "load_assignment": {"cluster_name": _HTTP_SERVICE, "endpoints": [{"lb_endpoints": [endpoint]}]},
     }
 
 

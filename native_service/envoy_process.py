@@ -34,7 +34,7 @@ _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
 _MOST_WORKERS = 4
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
-_PUBLIC_CALLS = r"^http\.public\.downstream_(cx|rq)_active$"
+_PUBLIC_CALLS = r"^http\.(public|http)\.downstream_(cx|rq)_active$"
 _READS = {
     envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
     envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
@@ -53,10 +53,13 @@ class EnvoyServer:
         bind: Address,
         max_message_bytes: int,
         environment: Mapping[str, str],
+        http_bind: Address | None = None,
+        shared_memory: bool = False,
     ) -> None:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
         self._program, self._folder, self._short_folder = program, folder, short_folder
-        self._bind, self._max_message_bytes = bind, max_message_bytes
+        self._bind, self._http_bind, self._max_message_bytes = bind, http_bind, max_message_bytes
+        self._shared_memory = shared_memory
         self._environment = {**os.environ, **environment}
         self._settings: EnvoySettings | None = None
         self._admin: EnvoyAdmin | None = None
@@ -77,6 +80,11 @@ class EnvoyServer:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
+    @property
+    def http_address(self) -> Address | None:
+        """Where KServe v2 over HTTP is, once started."""
+        return None if self._settings is None else self._settings.http_bind
+
     async def start(self, triton: str, models: Sequence[Admitted]) -> Address:
         """Open the public address in front of Triton's gRPC at ``triton``; the address with its real port.
 
@@ -85,8 +93,8 @@ class EnvoyServer:
         (self._folder / envoy_config.DYNAMIC_FOLDER).mkdir(exist_ok=True)
         self._admin = EnvoyAdmin(f"{self._short_folder}/{envoy_config.ADMIN_SOCKET}")
         for tries_left in reversed(range(_START_TRIES)):
-            bind = self._bind if self._bind.port else self._bind._replace(port=_free_port(self._bind.host))
-            settings = EnvoySettings(bind, triton, self._max_message_bytes)
+            bind, http_bind = _with_port(self._bind), self._http_bind and _with_port(self._http_bind)
+            settings = EnvoySettings(bind, triton, self._max_message_bytes, http_bind, self._shared_memory)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
@@ -95,11 +103,15 @@ class EnvoyServer:
                 await self._launch()
             except EnvoyUnavailable:
                 await self._end(grace_s=0)
-                if not any("Address already in use" in line for line in self._complaints):
+                taken = [line for line in self._complaints if "Address already in use" in line]
+                if not taken:
                     raise
+                key, asked, had = "bind_addr", self._bind, bind
+                if self._http_bind and http_bind and any(str(http_bind) in line for line in taken):
+                    key, asked, had = "http_infer_addr", self._http_bind, http_bind
                 # Between our look at a free port and Envoy's bind another program may take it.
-                if self._bind.port or not tries_left:
-                    raise SettingsError(f"server.bind_addr {bind} cannot be bound (Address already in use)") from None
+                if asked.port or not tries_left:
+                    raise SettingsError(f"server.{key} {had} cannot be bound (Address already in use)") from None
                 continue
             self._settings, self._models = settings, list(models)
             self._supervision = asyncio.create_task(self._supervise())
@@ -173,7 +185,7 @@ class EnvoyServer:
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:
             active = await self.admin.counters(_PUBLIC_CALLS)
-            if not active.get("http.public.downstream_rq_active"):
+            if not any(count for name, count in active.items() if name.endswith("rq_active")):
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
         _LOG.warning("calls that did not end within %g s are cut", grace_s)
@@ -293,6 +305,10 @@ class EnvoyServer:
         beside = self._folder / file
         beside.write_text(json.dumps(content))
         beside.replace(self._folder / envoy_config.DYNAMIC_FOLDER / file)
+
+
+def _with_port(bind: Address) -> Address:
+    return bind if bind.port else bind._replace(port=_free_port(bind.host))
 
 
 def _free_port(host: str) -> int:

@@ -27,8 +27,10 @@ STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
 
 
-def on_request(native: Sequence[ModelSpec]) -> str:
+def on_request(native: Sequence[ModelSpec], *, checked: str = "") -> str:
     """Names the cluster of a call that Triton can answer as it is, for the ``native`` models.
+
+    A request whose parameters have the word ``checked`` in them is left to our service.
 
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
@@ -38,7 +40,8 @@ def on_request(native: Sequence[ModelSpec]) -> str:
         f"local ranks = {{{ranks}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f'local filter, most_size, most_elements = "{EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n'
-        f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n" + _ON_REQUEST
+        f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n"
+        f'local checked = "{checked}"\n' + _ON_REQUEST
     )
 
 
@@ -63,8 +66,13 @@ end
 _ON_REQUEST = """
 local window_bytes = 4096
 
--- What a ModelInferRequest of the buffer holds beside its tensors, in bytes; huge when it is malformed or made of very
--- many parts. Field numbers as in KServe's messages: 5 inputs, of these 5 contents; 7 raw_input_contents.
+local function is_checked(buffer, at, size)
+  return checked ~= "" and size <= most_text and buffer:getBytes(at, size):find(checked, 1, true) ~= nil
+end
+
+-- What a ModelInferRequest of the buffer holds beside its tensors, in bytes; huge when it is malformed, made of very
+-- many parts or to be checked. Field numbers as in KServe's messages: 5 inputs, of these 5 contents; 7
+-- raw_input_contents.
 local function text_bytes(buffer, length)
   local window, first, parts = "", 0, 0
   local function byte(at)
@@ -99,7 +107,7 @@ local function text_bytes(buffer, length)
         if field == 5 and not inside then
           bytes = bytes + scan(at, at + size, true)
         elseif field ~= (inside and 5 or 7) then
-          bytes = bytes + size
+          bytes = is_checked(buffer, at, size) and math.huge or bytes + size
         end
         at = at + size
       elseif kind == 0 then
@@ -158,6 +166,7 @@ function envoy_on_request(request)
   local buffer = request:body()
   if buffer == nil then return end
   local length = buffer:length()
+  if is_checked(buffer, 0, length) then return end
   if length > most_text and text_bytes(buffer, length) > most_text then return end
   -- Waiting for the body has ended the life of the objects from before it.
   request:headers():add(header, prefix .. name)

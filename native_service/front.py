@@ -9,16 +9,19 @@ from pathlib import Path
 
 import grpc
 
+from native_service.checkpoint import Budget
 from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.envoy_config import HTTP_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
+from native_service.kserve_http import HttpInference
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.script_calls import Counts, ScriptCalls
 from native_service.settings import Address, ServerSettings
+from native_service.shared_memory import SharedMemory
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec
@@ -71,14 +74,20 @@ class Front:
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
-        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts)
-        native = NereidService(specs, inference, limits, scripts)
+        budget = Budget(limits.max_buffered_bytes)
+        memory = SharedMemory(self._triton.channel, self._triton.key) if server.allow_shared_memory else None
+        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts, memory)
+        native = NereidService(specs, inference, limits, scripts, budget)
         self._services = (kserve, native)
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
+        if server.http_infer is not None:
+            http = HttpInference(kserve, limits, budget)
+            self._ending.push_async_callback(http.stop)
+            await http.start(f"{self._run.short_path}/{HTTP_SOCKET}")
         self._envoy = EnvoyServer(
             self._program,
             self._run.path,
@@ -86,6 +95,8 @@ class Front:
             bind=server.bind,
             max_message_bytes=largest,
             environment=self._run.environment,
+            http_bind=server.http_infer,
+            shared_memory=server.allow_shared_memory,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         await service.set_serving(True)
@@ -93,6 +104,11 @@ class Front:
         # The first thing at the end: probes learn of it while calls are still taken.
         self._ending.push_async_callback(service.set_serving, False)
         return bound
+
+    @property
+    def http_address(self) -> Address | None:
+        """Where KServe v2 over HTTP is, with its real port."""
+        return None if self._envoy is None else self._envoy.http_address
 
     async def is_ready(self) -> bool:
         """Whether a call would be answered now: Triton answers and the address is open."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from native_service.envoy_config import RETRY_AFTER_S, model_cluster
+from native_service.envoy_config import KSERVE, RETRY_AFTER_S, model_cluster
 from native_service.envoy_scripts import CLUSTER_HEADER, PROCESS_DIED, STUB_IS_DEAD
 from native_service.metrics import Refusals
 from native_service.triton_errors import canonical
@@ -30,6 +30,16 @@ _RETRY_AFTER = "retry-after"
 _LONGEST_TEXT = 500
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
 _SHORTEST_DEADLINE_S = 0.010
+
+
+class _NoDeadline:
+    """What calls ask of gRPC's context, for a client that tells no deadline."""
+
+    def time_remaining(self) -> None:
+        return None
+
+
+NO_DEADLINE = _NoDeadline()
 
 
 class Inference:
@@ -85,22 +95,45 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
     """Ends the call of ``context`` with the code and words of what is raised inside."""
     try:
         yield
-    except NereidError as error:
-        # Who may come back is told when: it is what tells a full server from a request that is too large.
-        hint = ((_RETRY_AFTER, str(RETRY_AFTER_S)),) if isinstance(error, ResourceExhausted) else ()
-        await context.abort(grpc.StatusCode[error.code], shown(error), hint)
-    except grpc.aio.AioRpcError as error:
-        # Triton's own code and words: the runtime inside has made them fit for a client.
-        if STUB_IS_DEAD in (error.details() or ""):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, PROCESS_DIED)
-        hints = tuple(pair for pair in _metadata_of(error) if pair[0] == _RETRY_AFTER)
-        code, text = canonical(error.code().name, error.details() or "Triton gave no reason")
-        await context.abort(grpc.StatusCode[code], text, hints)
+    except (NereidError, grpc.aio.AioRpcError) as error:
+        await _abort(context, told(error))
     except grpc.aio.AbortError:
         raise
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients
-        _LOG.exception("a call failed in a way nobody planned for")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+        await _abort(context, internal_error())
+
+
+async def _abort(context: Any, error: Told) -> None:
+    hints = () if error.retry_after is None else ((_RETRY_AFTER, error.retry_after),)
+    await context.abort(grpc.StatusCode[error.code], error.text, hints)
+
+
+class Told(NamedTuple):
+    """How a client gets an error: the name of a gRPC code, the text, and for a full server when to come back (s).
+
+    The last is what tells a full server from a request that is too large.
+    """
+
+    code: str
+    text: str
+    retry_after: str | None = None
+
+
+def told(error: NereidError | grpc.aio.AioRpcError) -> Told:
+    """What a client gets of ``error``, ours or Triton's."""
+    if isinstance(error, NereidError):
+        return Told(error.code, shown(error), str(RETRY_AFTER_S) if isinstance(error, ResourceExhausted) else None)
+    # Triton's own code and words: the runtime inside has made them fit for a client.
+    if STUB_IS_DEAD in (error.details() or ""):
+        return Told("UNAVAILABLE", PROCESS_DIED)
+    code, text = canonical(error.code().name, error.details() or "Triton gave no reason")
+    return Told(code, text, next((value for key, value in _metadata_of(error) if key == _RETRY_AFTER), None))
+
+
+def internal_error() -> Told:
+    """What a client gets of the exception in progress, which the log gets whole."""
+    _LOG.exception("a call failed in a way nobody planned for")
+    return Told("INTERNAL", "internal error; the server's log has the details")
 
 
 def shown(error: NereidError) -> str:
@@ -126,6 +159,15 @@ def unary(call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: An
         raise AssertionError("errors_told ends the call")
 
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=response.SerializeToString)
+
+
+def triton_call(channel: Any, method: str, request: Any) -> Any:
+    """The unary ``method`` of KServe v2 over ``channel``; ``request`` is the type of its message."""
+    return channel.unary_unary(
+        f"/{KSERVE}/{method}",
+        request_serializer=request.SerializeToString,
+        response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
+    )
 
 
 def _metadata_of(error: grpc.aio.AioRpcError) -> tuple[tuple[str, Any], ...]:

@@ -7,8 +7,10 @@ show only what is served.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -17,25 +19,25 @@ from tritonclient.grpc import service_pb2 as pb
 
 from native_service.envoy_config import KSERVE
 from native_service.envoy_scripts import MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
-from native_service.grpc_edge import Inference, errors_told, parsed, shown, unary
+from native_service.grpc_edge import Inference, errors_told, parsed, shown, triton_call, unary
 from native_service.script_calls import ScriptCalls
+from native_service.shared_memory import SharedMemory, uses_region
 from native_service.triton_errors import canonical
-from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
+from nereid_backend.errors import InvalidArgument, NereidError, NotFound, NotOffered, short_repr
 from nereid_backend.spec import ModelSpec
+
+Call = Callable[[Any, Any], Awaitable[Any]]
+"""What answers a request of a method, given gRPC's context of it or what has its ``time_remaining``."""
 
 VERSION = "1"
 _VERSIONS = ("", VERSION)
 # Switched off in Triton: they change or reveal more than a caller of a model should.
-_OFF = (
-    *("TraceSetting", "LogSettings"),
-    *(
-        f"{kind}SharedMemory{verb}"
-        for kind in ("System", "Cuda")
-        for verb in ("Status", "Register", "Unregister")
-    ),
-)  # fmt: skip
-_OFF_EXTENSIONS = ("system_shared_memory", "cuda_shared_memory", "trace", "logging")
+_OFF = ("TraceSetting", "LogSettings", *(f"CudaSharedMemory{verb}" for verb in ("Status", "Register", "Unregister")))
+_OFF_EXTENSIONS = ("cuda_shared_memory", "trace", "logging")
+_MEMORY = tuple(f"SystemSharedMemory{verb}" for verb in ("Status", "Register", "Unregister"))
+_MEMORY_EXTENSION = "system_shared_memory"
 _CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload")
+_MEMORY_IS_OFF = "shared memory is switched off on this server (server.allow_shared_memory)"
 _CONTROL_EXTENSION = "model_repository"
 # Stock clients always send it; nothing here depends on another public model.
 _DEPENDENTS = "unload_dependents"
@@ -61,10 +63,11 @@ class KServeService:
         is_ready: Callable[[], Awaitable[bool]],
         control: ModelControl | None = None,
         scripts: ScriptCalls | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit.
 
-        ``control`` None: callers may not load or unload.
+        ``control`` None: callers may not load or unload; ``memory`` None: nor register shared memory.
         """
         self.set_models(models)
         self._inference = inference
@@ -72,6 +75,21 @@ class KServeService:
         self._scripts = scripts
         self._is_ready = is_ready
         self._control = control
+        self._memory = memory
+        self._calls: dict[str, Call] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._asked_of_triton("ModelMetadata"),
+            "ModelConfig": self._asked_of_triton("ModelConfig"),
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "ModelInfer": self._model_infer,
+            **self._control_calls(),
+            **self._memory_calls(),
+            **dict.fromkeys(_OFF, _switched_off),
+        }
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
@@ -82,24 +100,26 @@ class KServeService:
         """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
         methods: dict[str, Any] = {
             name: unary(call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response"))
-            for name, call in {
-                "ServerLive": self._server_live,
-                "ServerReady": self._server_ready,
-                "ServerMetadata": self._server_metadata,
-                "ModelReady": self._model_ready,
-                "ModelMetadata": self._asked_of_triton("ModelMetadata"),
-                "ModelConfig": self._asked_of_triton("ModelConfig"),
-                "ModelStatistics": self._model_statistics,
-                "RepositoryIndex": self._repository_index,
-                "ModelInfer": self._model_infer,
-                **self._control_calls(),
-                **dict.fromkeys(_OFF, _switched_off),
-            }.items()
+            for name, call in self._calls.items()
         }
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer, response_serializer=pb.ModelStreamInferResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(KSERVE, methods)
+
+    async def call(self, method: str, request: Any, context: Any) -> Any:
+        """The answer of the unary ``method`` to its ``request``. Raises NereidError and grpc.aio.AioRpcError."""
+        return await self._calls[method](request, context)
+
+    @contextmanager
+    def refused(self, model: str) -> Iterator[None]:
+        """Counts a call for ``model`` that is refused inside, before it is one."""
+        try:
+            yield
+        except (NereidError, asyncio.CancelledError) as error:
+            if model in self._specs:
+                self._inference.refusals.add(model, error)
+            raise
 
     async def _server_live(self, _request: Any, _context: Any) -> Any:
         return pb.ServerLiveResponse(live=True)
@@ -109,7 +129,9 @@ class KServeService:
 
     async def _server_metadata(self, request: Any, _context: Any) -> Any:
         theirs = await self._ask("ServerMetadata", request)
-        off = _OFF_EXTENSIONS if self._control else (*_OFF_EXTENSIONS, _CONTROL_EXTENSION)
+        off = {*_OFF_EXTENSIONS}
+        off |= set() if self._control else {_CONTROL_EXTENSION}
+        off |= set() if self._memory else {_MEMORY_EXTENSION}
         extensions = [name for name in theirs.extensions if name.partition("(")[0] not in off]
         return pb.ServerMetadataResponse(name="nereid", version=_version(), extensions=extensions)
 
@@ -118,7 +140,7 @@ class KServeService:
             return pb.ModelReadyResponse(ready=False)
         return await self._ask("ModelReady", request)
 
-    def _asked_of_triton(self, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _asked_of_triton(self, method: str) -> Call:
         async def ask(request: Any, _context: Any) -> Any:
             self._served(request.name, request.version)
             return await self._ask(method, request)
@@ -142,7 +164,7 @@ class KServeService:
                 answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
         return answer
 
-    def _control_calls(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
+    def _control_calls(self) -> dict[str, Call]:
         load, unload = _CONTROL
         if self._control is None:
             return dict.fromkeys(_CONTROL, _control_is_off)
@@ -151,18 +173,34 @@ class KServeService:
             unload: _controlling(self._control.unload, pb.RepositoryModelUnloadResponse),
         }
 
+    def _memory_calls(self) -> dict[str, Call]:
+        if self._memory is None:
+            return dict.fromkeys(_MEMORY, _memory_is_off)
+        calls = (self._memory.status, self._memory.register, self._memory.unregister)
+        return dict(zip(_MEMORY, calls, strict=True))
+
     async def _model_infer(self, request: Any, context: Any) -> Any:
         spec = self._served(request.model_name, request.model_version)
         complete_batch(request, spec)
         try:
+            check_texts(request)  # first: it bounds how many sizes a shape has
             check_shapes(request, spec)
-            check_texts(request)
-        except InvalidArgument as error:
+            self._check_memory(request, spec)
+        except NereidError as error:
             self._inference.refusals.add(spec.name, error)
             raise
         if spec.script is not None and self._scripts is not None:
             return await self._scripts.infer(request, spec, context)
         return await self._inference.run(request, context)
+
+    def _check_memory(self, request: Any, spec: ModelSpec) -> None:
+        if not uses_region(request):
+            return
+        if self._memory is None:
+            raise NotOffered(_MEMORY_IS_OFF)
+        if spec.script is not None:
+            raise InvalidArgument(f"model {spec.name!r} is a script, which takes no shared memory; send its input")
+        self._memory.check(request, spec)
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One request after the other; a bad one, or one without a permit, costs only its own answer."""
@@ -189,12 +227,7 @@ class KServeService:
         return self._specs[name]
 
     async def _ask(self, method: str, request: Any) -> Any:
-        call = self._triton.unary_unary(
-            f"/{KSERVE}/{method}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=getattr(pb, f"{method}Response").FromString,
-        )
-        return await call(request)
+        return await triton_call(self._triton, method, type(request))(request)
 
 
 def complete_batch(request: Any, spec: ModelSpec) -> None:
@@ -224,9 +257,8 @@ def _check_repository(name: str) -> None:
         raise NotFound(f"no repository {name!r}; leave the name empty")
 
 
-async def _control_is_off(_request: Any, context: Any) -> Any:
-    text = "model control is switched off on this server (server.allow_model_control)"
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+async def _control_is_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered("model control is switched off on this server (server.allow_model_control)")
 
 
 def check_shapes(request: Any, spec: ModelSpec) -> None:
@@ -256,8 +288,12 @@ def check_texts(request: Any) -> None:
         )
 
 
-async def _switched_off(_request: Any, context: Any) -> Any:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this call is switched off on this server")
+async def _memory_is_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered(_MEMORY_IS_OFF)
+
+
+async def _switched_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered("this call is switched off on this server")
 
 
 def _version() -> str:

@@ -33,13 +33,14 @@ class NereidService:
         inference: Inference,
         limits: Limits,
         scripts: ScriptCalls | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        """The order of ``models`` is the order of ViewModels."""
+        """The order of ``models`` is the order of ViewModels; ``budget`` is shared with what else holds requests."""
         self._scripts = scripts
         self.set_models(models)
         self._inference = inference
         self._limits = limits
-        self._budget = Budget(limits.max_buffered_bytes)
+        self._budget = budget or Budget(limits.max_buffered_bytes)
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""

@@ -37,12 +37,12 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a running service listens; ``http`` is None when it is off."""
+    """Where a running service listens; ``http`` and ``http_infer`` are None when they are off."""
 
     public: Address
     http: Address | None
+    http_infer: Address | None
     triton_grpc: str
-    triton_http: str
     triton_metrics: str
     models: tuple[str, ...]
 
@@ -52,9 +52,9 @@ class Endpoints:
             "pid": os.getpid(),
             "address": str(self.public),
             "triton_grpc": self.triton_grpc,
-            "triton_http": self.triton_http,
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
+            "http_infer": None if self.http_infer is None else str(self.http_infer),
             "models": list(self.models),
         }
         return json.dumps(state, indent=2) + "\n"
@@ -116,9 +116,8 @@ async def _start(
 ) -> tuple[Endpoints, TritonServer, Front]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
-    for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
-        if address is not None:
-            _check_free(key, address)
+    for key, address in server.addresses.items():
+        _check_free(key, address)
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
     preflight.check(install)
@@ -165,7 +164,7 @@ async def _start(
     watching.add_done_callback(partial(_report_failure, "models whose process dies are not started again any more"))
     ending.callback(watching.cancel)
     names = tuple(catalogue.models)
-    return Endpoints(public, http, where.grpc, where.http, where.metrics, names), triton, front
+    return Endpoints(public, http, front.http_address, where.grpc, where.metrics, names), triton, front
 
 
 def _report_failure(loss: str, task: asyncio.Task[None]) -> None:

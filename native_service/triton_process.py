@@ -60,7 +60,6 @@ class TritonAddresses:
     """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``."""
 
     grpc: str
-    http: str
     metrics: str
 
 
@@ -122,6 +121,11 @@ class TritonServer:
         if self._channel is None:
             raise TritonUnavailable("tritonserver has not been started")
         return self._channel
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of calls that only we may make."""
+        return ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
 
     @property
     def pid(self) -> int | None:
@@ -251,8 +255,8 @@ class TritonServer:
             request_serializer=getattr(service_pb2, f"{kind}Request").SerializeToString,
             response_deserializer=getattr(service_pb2, f"{kind}Response").FromString,
         )
-        metadata = ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
-        return call(getattr(service_pb2, f"{kind}Request")(model_name=model), timeout=timeout_s, metadata=metadata)
+        request = getattr(service_pb2, f"{kind}Request")(model_name=model)
+        return call(request, timeout=timeout_s, metadata=self.key)
 
     def _stubs(self, model: str) -> set[int]:
         return set() if self.pid is None else stubs.stubs_of(self.pid, self._repository / model)
@@ -358,17 +362,18 @@ class TritonServer:
 
     def _command(self, addresses: TritonAddresses) -> list[str]:
         command = [str(self._install.server), f"--model-repository={self._repository}"]
-        for kind in ("grpc", "http", "metrics"):
+        for kind in ("grpc", "metrics"):
             host, _, port = str(getattr(addresses, kind)).rpartition(":")
             command += [f"--{kind}-address={host}", f"--{kind}-port={port}"]
         command += [
+            # Triton's own has no guard against requests that it comes to harm by, and knows no permits.
+            "--allow-http=false",
             "--model-control-mode=explicit",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
             f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
             f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}",
-            f"--http-restricted-api={_RESTRICTED}:{_KEY_NAME}={self._key}",
         ]
         if self._install.backend_directory is not None:
             command.append(f"--backend-directory={self._install.backend_directory}")
@@ -400,7 +405,7 @@ async def _awaited(call: Any) -> Any:
 def _free_addresses(grpc_socket: str | None) -> TritonAddresses:
     with contextlib.ExitStack() as held:
         ports = []
-        for _ in range(3):
+        for _ in range(2):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.bind((LOOPBACK, 0))
             ports.append(probe.getsockname()[1])

@@ -177,6 +177,11 @@ class Fronted:
         self.address = address
         self.channel = channel
 
+    @property
+    def http(self) -> str:
+        """Where KServe v2 over HTTP is."""
+        return f"http://{self.front.http_address}"
+
     async def permits_in_use(self, model: str = "adder") -> int:
         return (await self.front.admin.permits_in_use())[model]
 
@@ -197,7 +202,9 @@ async def fronted(
     try:
         async with FakeServer(triton) as back:
             front = Front(envoy_install.find(), run, back)  # type: ignore[arg-type]
-            settings = ServerSettings(bind_addr=bind, ml_backends_path=".", limits=limits or Limits())
+            settings = ServerSettings(
+                bind_addr=bind, http_infer_addr="127.0.0.1:0", ml_backends_path=".", limits=limits or Limits()
+            )
             try:
                 address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
                 async with grpc.aio.insecure_channel(address) as channel:

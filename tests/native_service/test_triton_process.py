@@ -30,8 +30,8 @@ def test_it_starts_loads_and_stops(server: TritonServer) -> None:
             await server.start()
             assert await server.is_ready()
             await server.load("fine", 5)
-            addresses = {server.addresses.grpc, server.addresses.http, server.addresses.metrics}
-            assert len(addresses) == 3
+            addresses = {server.addresses.grpc, server.addresses.metrics}
+            assert len(addresses) == 2
             assert all(address.startswith("127.0.0.1:") for address in addresses)
             pid = server.pid
         assert is_gone(pid)
@@ -60,8 +60,9 @@ def test_the_command_line_keeps_everything_on_loopback(server: TritonServer) -> 
             return (Path("/proc") / str(server.pid) / "cmdline").read_text().split("\0")
 
     arguments = asyncio.run(scenario())
-    for kind in ("grpc", "http", "metrics"):
+    for kind in ("grpc", "metrics"):
         assert f"--{kind}-address=127.0.0.1" in arguments
+    assert "--allow-http=false" in arguments
     assert "--model-control-mode=explicit" in arguments
     assert "--disable-auto-complete-config" in arguments
     assert "--backend-config=python,shm-region-prefix-name=nereid-test-1-" in arguments
