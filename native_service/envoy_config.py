@@ -24,6 +24,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from native_service import envoy_scripts
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
+    CODING_HEADER,
     EXTRACTION,
     INTERNAL,
     MODEL_PREFIX,
@@ -177,6 +178,8 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
             {
                 "match": {"prefix": "/", "headers": [encoded]},
                 **service,
+                # gRPC's library keeps it from us, and the answer should travel the same way.
+                "request_headers_to_add": [_header(CODING_HEADER, "%REQ(grpc-encoding)%")],
                 "typed_per_filter_config": {**scripted, **unread},
             },
             _named_route(f"/{KSERVE}/"),
@@ -380,7 +383,7 @@ def _failure_count() -> Json:
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
 
 
-def _header(name: str, value: int) -> Json:
+def _header(name: str, value: int | str) -> Json:
     return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
 

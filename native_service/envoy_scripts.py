@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from nereid_backend.spec import ModelSpec
 
-CLUSTER_HEADER = "nereid-cluster"
+CLUSTER_HEADER, CODING_HEADER = "nereid-cluster", "nereid-coding"
 EXTRACTION = "envoy.filters.http.grpc_field_extraction"
 TRITON, MODEL_PREFIX = "triton", "model_"
 """Names of clusters: Triton without permits, and what stands before a model's name for Triton with them."""

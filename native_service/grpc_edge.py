@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from native_service.envoy_config import KSERVE, RETRY_AFTER_S, model_cluster
-from native_service.envoy_scripts import CLUSTER_HEADER, PROCESS_DIED, STUB_IS_DEAD
+from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, PROCESS_DIED, STUB_IS_DEAD
 from native_service.metrics import Refusals
 from native_service.triton_errors import canonical
 from nereid_backend.errors import (
@@ -26,6 +26,7 @@ from nereid_backend.errors import (
 _LOG = logging.getLogger("nereid.service")
 
 _RETRY_AFTER = "retry-after"
+_CODINGS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
 # A status travels in HTTP/2 headers, whose size every client limits; requests may hold names of any length.
 _LONGEST_TEXT = 500
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
@@ -88,6 +89,15 @@ class Inference:
 
 def _permit_of(model: str) -> tuple[tuple[str, str], ...]:
     return ((CLUSTER_HEADER, model_cluster(model)),)
+
+
+async def answer_in_kind(context: Any) -> None:
+    """Compress the answers of a call as its requests were."""
+    coding = dict(context.invocation_metadata() or ()).get(CODING_HEADER)
+    if coding in _CODINGS:
+        context.set_compression(_CODINGS[coding])
+        # The library forgets it for the answer of a unary call that sends this by itself.
+        await context.send_initial_metadata(())
 
 
 @asynccontextmanager
@@ -155,6 +165,7 @@ def unary(call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: An
 
     async def answer(data: bytes, context: Any) -> Any:
         async with errors_told(context):
+            await answer_in_kind(context)
             return await call(parsed(request, data), context)
         raise AssertionError("errors_told ends the call")
 

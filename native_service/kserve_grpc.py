@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from native_service.envoy_config import KSERVE
 from native_service.envoy_scripts import MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
-from native_service.grpc_edge import Inference, errors_told, parsed, shown, triton_call, unary
+from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, shown, triton_call, unary
 from native_service.script_calls import ScriptCalls
 from native_service.shared_memory import SharedMemory, uses_region
 from native_service.triton_errors import canonical
@@ -205,6 +205,7 @@ class KServeService:
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One request after the other; a bad one, or one without a permit, costs only its own answer."""
         async with errors_told(context):
+            await answer_in_kind(context)
             async for request in requests:
                 try:
                     response = await self._model_infer(parsed(pb.ModelInferRequest, request), context)

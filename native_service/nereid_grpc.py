@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from native_service.checkpoint import Budget, CheckpointReader, output_chunks
 from native_service.envoy_config import KSERVE
-from native_service.grpc_edge import Inference, errors_told, parsed, unary
+from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, unary
 from native_service.infer_messages import read_outputs
 from native_service.proto import inference_pb2
 from native_service.script_calls import ScriptCalls
@@ -70,6 +70,7 @@ class NereidService:
     async def checkpoint(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
+            await answer_in_kind(context)
             reader = CheckpointReader(self._specs, self._limits, self._budget)
             try:
                 model = await self._read(reader, requests)
