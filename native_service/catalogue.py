@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import filecmp
 import logging
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -45,11 +47,12 @@ class ServedModel:
     triton_models: tuple[str, ...]
 
     def admitted(self, *, away: bool) -> Admitted:
-        return Admitted(self.spec, self.source.settings.queue_capacity, away)
+        settings, options = self.source.settings, self.source.settings.options
+        return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s)
 
 
 class Catalogue:
-    """The models of one Triton. One change at a time: callers take turns."""
+    """The models of one Triton. Changes of one model take turns; a slow one does not hold up those of others."""
 
     def __init__(self, run: RunDirectory, triton: TritonServer, load_timeout_s: float) -> None:
         self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
@@ -57,6 +60,8 @@ class Catalogue:
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
         self._told: list[Admitted] = []
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._routing = asyncio.Lock()
 
     @property
     def models(self) -> Mapping[str, Admitted]:
@@ -101,14 +106,15 @@ class Catalogue:
         Raises NereidError; then everything is as it was.
         """
         name, before = source.name, staged.folder.with_name(f"{staged.folder.name}-before")
-        old = self._served.get(name)
         new = ServedModel(source, staged.spec, staged.triton_models)
         try:
-            before.mkdir()
-            await self._bring(new, old, staged.folder, before)
-            gone = [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
-            self._set({**self._served, name: new})
-            await self._drop(gone)
+            async with self._turns[name]:
+                old = self._served.get(name)
+                before.mkdir()
+                await self._bring(new, old, staged.folder, before)
+                await self._drop(
+                    [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
+                )
         except OSError as error:
             raise RepositoryError(f"model {name!r} cannot take its place ({error.strerror}); check the disk") from error
         finally:
@@ -120,33 +126,54 @@ class Catalogue:
 
         Calls in progress are answered.
         """
-        left = {key: model for key, model in self._served.items() if key != name}
-        await self._publish(left)
-        gone = self._served[name].triton_models
-        self._set(left)
-        await self._drop(gone)
+        async with self._turns[name]:
+            gone = self._served[name].triton_models
+            await self._serve(lambda served: {key: model for key, model in served.items() if key != name})
+            await self._drop(gone)
 
     def find_dead(self) -> list[str]:
         """What is served, hidden models too, by processes of which one has died."""
         dead = self._triton.find_dead()
         return [name for name, model in self._served.items() if not dead.isdisjoint(model.triton_models)]
 
+    def kill_hung(self) -> list[str]:
+        """Kill the processes that will not answer any more: they are dead then. A line for each."""
+        limits: dict[str, float] = {}
+        for name, model in self._served.items():
+            # What only meta models call runs for one of them: past the longest of their limits, for nobody.
+            whose = self.callers(name) if model.source.hidden else [name]
+            limits_s = [self._served[each].source.settings.options.time_limit_s for each in whose]
+            if all(limits_s):
+                limits |= dict.fromkeys(model.triton_models, max(filter(None, limits_s), default=math.inf))
+        return self._triton.kill_hung(limits)
+
     async def route_dead(self) -> None:
         """Let callers of what has died know, and of what has come back. Raises EnvoyUnavailable."""
-        self._set(self._served)
-        await self._publish(self._served)
+        async with self._routing:
+            self._set(self._served)
+            await self._publish(self._served)
 
-    async def revive(self, name: str) -> None:
-        """Start again what has died of ``name``, and route to it. Raises NereidError."""
-        for model in self._served[name].triton_models:
-            if model in self._triton.find_dead():
-                await self._load_anew(model)
-        await self.route_dead()
+    async def revive(self, name: str) -> bool:
+        """Start again what has died of ``name`` and route to it; whether anything had. Raises NereidError."""
+        async with self._turns[name]:
+            model = self._served.get(name)
+            dead = [each for each in model.triton_models if each in self._triton.find_dead()] if model else []
+            for each in dead:
+                await self._load_anew(each)
+            await self.route_dead()
+            return bool(dead)
 
     async def _load_anew(self, model: str) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
         os.utime(self._run.repository / model / VERSION)
         await self._triton.load(model, self._load_timeout_s)
+
+    async def _serve(self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]]) -> None:
+        """Route to what ``change`` makes of all that is served, and serve it from then on. Raises EnvoyUnavailable."""
+        async with self._routing:
+            served = change(self._served)
+            await self._publish(served)
+            self._set(served)
 
     def _set(self, served: dict[str, ServedModel]) -> None:
         self._served = served
@@ -174,7 +201,7 @@ class Catalogue:
                     os.utime(repository / model / VERSION)
                 await self._triton.load(model, self._load_timeout_s)
                 loaded.append(model)
-            await self._publish({**self._served, new.spec.name: new})
+            await self._serve(lambda served: {**served, new.source.name: new})
         except (NereidError, OSError):
             for model in moved:
                 _move(repository / model, fresh / model)

@@ -10,6 +10,8 @@ import asyncio
 import json
 import logging
 import os
+import shutil
+import signal
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +32,11 @@ _CHILDS_LEVELS = logging.getLevelNamesMapping()
 # A specification names every weight of its model.
 _LONGEST_ANSWER = 64 * 1024 * 1024
 _LAST_LINES_S = 0.5
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+
+
+class _Killed(BundleError):
+    """Somebody killed the child (the kernel for its memory, an operator): that says nothing about the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +125,27 @@ class Converter:
         ``callees`` are the contracts of what a meta model calls, by name.
         """
         model = source.settings
-        answer = await self._ask(
-            {
-                "do": "convert",
-                "path": str(source.path),
-                "repository": str(folder),
-                "name": model.name,
-                "device": model.device,
-                "backend": model.backend,
-                "max_batch_size": model.options.max_batch_size,
-                "signature": model.signature,
-                "allow_code": model.options.allow_code,
-                "batch_sizes": model.options.batch_sizes,
-                "callees": {name: spec.to_json() for name, spec in callees.items()},
-                "link": self._link,
-                "children": model.queue_capacity,
-            }
-        )
+        request = {
+            "do": "convert",
+            "path": str(source.path),
+            "repository": str(folder),
+            "name": model.name,
+            "device": model.device,
+            "backend": model.backend,
+            "max_batch_size": model.options.max_batch_size,
+            "signature": model.signature,
+            "allow_code": model.options.allow_code,
+            "batch_sizes": model.options.batch_sizes,
+            "callees": {name: spec.to_json() for name, spec in callees.items()},
+            "link": self._link,
+            "children": model.queue_capacity,
+        }
+        try:
+            answer = await self._ask(request)
+        except _Killed as error:
+            _LOG.warning("model %r: %s; trying once more", model.name, error)
+            await asyncio.to_thread(_empty, folder)
+            answer = await self._ask(request)
         return Converted(ModelSpec.from_json(answer["spec"]), folder)
 
     async def _named(self, folder: Path, settings: Settings) -> tuple[list[Source], list[str]]:
@@ -181,7 +192,8 @@ class Converter:
             code = await child.stop(grace_s=0)
             await self._end()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise BundleError(f"the converter ended unexpectedly ({how}); its last words are in the log above")
+            kind = _Killed if -code in _FROM_OUTSIDE else BundleError
+            raise kind(f"the converter ended unexpectedly ({how}); its last words are in the log above")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise BundleError(answer["error"])
@@ -208,6 +220,12 @@ class Converter:
             await asyncio.gather(drain, return_exceptions=True)
         if child is not None:
             child.close()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an interrupted conversion has left in ``folder``."""
+    for path in folder.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:

@@ -1,10 +1,9 @@
 """Envoy's configuration, generated from what is served: one public address, a permit per call in flight.
 
-Every public call passes three filters. ``grpc_field_extraction`` reads the model's name and the inputs' shapes out of
-the first message; a Lua script turns them into the header ``nereid-cluster``; the router follows that header. A
-request without the header (streams, listings, unknown models, a batch dimension left out, the native service) goes to
-our own service. Each model has a cluster of its own, all of them pointing at Triton, whose circuit breaker is the
-model's count of permits.
+A Lua script reads the model's name and the inputs' shapes out of every public request that Triton may answer and turns
+them into the header ``nereid-cluster``, which the router follows. A request without the header (streams, listings,
+unknown models, a batch dimension left out, the native service) goes to our own service. Each model has a cluster of its
+own, all of them pointing at Triton, whose circuit breaker is the model's count of permits.
 
 The service calls Triton through a second listener, a Unix socket, and names the cluster itself: the permits are
 shared. Both listeners count the calls that fail, by cluster and status. Clusters and routes are files that Envoy
@@ -13,20 +12,17 @@ watches; the rest is fixed for its life. All of it is JSON, because Envoy's YAML
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf import descriptor_pb2
-from tritonclient.grpc import model_config_pb2, service_pb2
-
-from native_service import envoy_scripts
+from native_service import envoy_access, envoy_scripts
+from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
     CODING_HEADER,
-    EXTRACTION,
     INTERNAL,
+    KSERVE,
     MODEL_PREFIX,
     RESOURCE_EXHAUSTED,
     TRITON,
@@ -39,9 +35,9 @@ Json = dict[str, Any]
 
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
+HTTP_INFER_SOCKET = "http-infer.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 
-KSERVE = "inference.GRPCInferenceService"
 QUEUE_FULL = "model queue full, retry later"
 GONE = "the server behind this address does not answer, retry later"
 RETRY_AFTER_S = 1
@@ -50,22 +46,22 @@ FAILED_CALLS = "failed"
 
 _ROUTES = "public"
 # A request with this in it names a region of shared memory, which our service checks.
-_REGIONS = "shared_memory_region"
+_REGION = "shared_memory_region"
 _UNIX = "unix:"
-_SERVICE, _HTTP_SERVICE = "service", "http_service"
+_SERVICE, _HTTP_INFER = "service", "http_infer"
 _MOST_CONNECTIONS = 10_000
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
-# HTTP/1.1: how long a client may take for a request's head, and Envoy keeps a connection to our service that nobody
-# uses, which ends its own after 75 s.
-_HEAD_TIMEOUT_S, _KEPT_S = 30, 30
-# What of a body waits in Envoy on either side; our service takes it in pieces.
-_HTTP_BUFFER_BYTES = 1024 * 1024
+# How long headers, and a TLS handshake, may take to arrive.
+_HEADERS_S = 10
+_HEADER_LIMITS: Json = {"max_headers_count": 100}
+_MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
+_CONTENT_TOO_LARGE = 413  # HTTP's
 _MOST_FRAMES = 1_000_000
 _SERVICE_WINDOW, _SMALLEST_CONNECTION_WINDOW = 1024 * 1024, 256 * 1024 * 1024
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
@@ -77,24 +73,33 @@ _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.Http
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment."""
+    """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment.
+
+    While a ``required`` one is away the server is not ready. A call may take ``time_limit_s``, waiting included.
+    """
 
     spec: ModelSpec
     capacity: int
     away: bool = False
+    required: bool = True
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
     """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``;
-    ``max_message_bytes`` is ``server.limits.max_request_bytes``; ``http_bind`` is where KServe v2 over HTTP is;
-    ``shared_memory`` whether clients may register some."""
+    ``max_message_bytes`` is ``server.limits.max_request_bytes``."""
 
     bind: Address
     triton: str
     max_message_bytes: int
-    http_bind: Address | None = None
+    access: Access = envoy_access.OPEN
+    http: Address | None = None
+    """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
+    http_infer: Address | None = None
+    """Where KServe v2 over HTTP is; what answers is on ``HTTP_INFER_SOCKET``."""
     shared_memory: bool = False
+    """Whether callers may register some."""
 
 
 def model_cluster(name: str) -> str:
@@ -112,7 +117,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
     return {
         **_base(),
-        "static_resources": {"listeners": _listeners(settings, routes), "clusters": _fixed_clusters(settings)},
+        "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -120,14 +125,8 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = _listeners(settings, routes)
-    known = [*_fixed_clusters(settings), *clusters(settings, models)]
-    return {**_base(), "static_resources": {"listeners": listeners, "clusters": known}}
-
-
-def _listeners(settings: EnvoySettings, routes: Json) -> list[Json]:
-    http = [] if settings.http_bind is None else [_http(settings.http_bind)]
-    return [_public(settings, routes), *http, _inner(settings)]
+    listeners = [_public(settings, routes), *_fixed(settings)]
+    return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
 def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
@@ -148,6 +147,8 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
         _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
+        *([_http_cluster("http", HTTP_SOCKET)] if settings.http else []),
+        *([_http_cluster(_HTTP_INFER, HTTP_INFER_SOCKET)] if settings.http_infer else []),
     ]
 
 
@@ -161,27 +162,19 @@ def _endpoint(address: str) -> Json:
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
     # models that are away.
-    native = [model.spec for model in models if model.spec.script is None and not model.away]
+    native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
-    on_request = envoy_scripts.on_request(native, checked=_REGIONS if settings.shared_memory else "")
-    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}}
+    on_request = envoy_scripts.on_request(native, checked=_REGION if settings.shared_memory else "")
+    # The header, where there is one: gRPC's library keeps its own from us, and answers are to travel in kind.
+    coding = _header(CODING_HEADER, "%REQ(grpc-encoding)%")
+    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
-    # Compressed messages are for the service: the extraction cannot read them and would refuse the call.
-    encoded = {"name": "grpc-encoding", "string_match": {"safe_regex": {"regex": "gzip|deflate"}}}
-    unread = {EXTRACTION: {"@type": _TYPE + "envoy.config.route.v3.FilterConfig", "disabled": True}}
     host: Json = {
         "name": _ROUTES,
         "domains": ["*"],
         "request_headers_to_remove": [CLUSTER_HEADER],
-        "typed_per_filter_config": _script(on_request),
+        "typed_per_filter_config": {**_script(on_request), **envoy_access.per_route(settings.access.credentials)},
         "routes": [
-            {
-                "match": {"prefix": "/", "headers": [encoded]},
-                **service,
-                # gRPC's library keeps it from us, and the answer should travel the same way.
-                "request_headers_to_add": [_header(CODING_HEADER, "%REQ(grpc-encoding)%")],
-                "typed_per_filter_config": {**scripted, **unread},
-            },
             _named_route(f"/{KSERVE}/"),
             {"match": {"prefix": "/"}, **service, "typed_per_filter_config": scripted},
         ],
@@ -227,17 +220,122 @@ def _watched(file: str) -> Json:
 
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
-    filters = [_extraction(), _filter("lua", _LUA_FILTER), _dead_stub()]
+    filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
     listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    if (tls := settings.access.tls) is not None:
+        [chain] = listener["filter_chains"]
+        chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
     # Without this a second program on the same port would silently take a part of the calls.
     return {**listener, "enable_reuse_port": False}
+
+
+def _fixed(settings: EnvoySettings) -> list[Json]:
+    """The listeners whose routes do not change."""
+    health = [_http(settings, settings.http)] if settings.http else []
+    return [
+        _inner(settings),
+        *health,
+        *([_http_inference(settings, settings.http_infer)] if settings.http_infer else []),
+    ]
+
+
+def _http(settings: EnvoySettings, bind: Address) -> Json:
+    """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
+    limit = {
+        "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
+        "stat_prefix": "http",
+        "max_connections": _MOST_HTTP_CONNECTIONS,
+    }
+    times = {"request_timeout": f"{_HEADERS_S}s", "stream_idle_timeout": f"{_HTTP_ANSWER_S}s"}
+    filters = [{"name": "envoy.filters.network.connection_limit", "typed_config": limit}]
+    # Probes have no certificates; what is not for everybody asks for a key.
+    listener = _http_listener(settings, "http", bind, filters, times, ask_clients=False, answer_s=_HTTP_ANSWER_S)
+    # Callers of models must not keep probes out.
+    return {**listener, "ignore_global_conn_limit": True}
+
+
+def _http_inference(settings: EnvoySettings, bind: Address) -> Json:
+    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
+    refusals = {
+        "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
+        "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
+    }
+    times = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
+    return _http_listener(settings, _HTTP_INFER, bind, [], times, ask_clients=True, answer_s=0)
+
+
+def _http_listener(
+    settings: EnvoySettings,
+    name: str,
+    bind: Address,
+    network_filters: Sequence[Json],
+    options: Json,
+    *,
+    ask_clients: bool,
+    answer_s: int,
+) -> Json:
+    """HTTP/1.1 before the cluster ``name``, whose answers may take ``answer_s`` (0: any time)."""
+    host = {
+        "name": name,
+        "domains": ["*"],
+        "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
+        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": f"{answer_s}s"}}],
+    }
+    manager = {
+        "@type": _HCM,
+        "stat_prefix": name,
+        "codec_type": "HTTP1",
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s", **_HEADER_LIMITS},
+        "request_headers_timeout": f"{_HEADERS_S}s",
+        "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
+        # Clusters come from a file that is read later.
+        "route_config": {"name": name, "virtual_hosts": [host], "validate_clusters": False},
+        **options,
+    }
+    connection_manager = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+    chain: Json = {"filters": [*network_filters, connection_manager]}
+    if (tls := settings.access.tls) is not None:
+        chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=ask_clients)
+        chain["transport_socket_connect_timeout"] = f"{_HEADERS_S}s"
+    return {
+        "name": name,
+        "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
+        "enable_reuse_port": False,
+        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
+        "filter_chains": [chain],
+    }
+
+
+def _http_cluster(name: str, socket: str) -> Json:
+    endpoint = {"endpoint": {"address": {"pipe": {"path": socket}}}}
+    kind = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    options = {
+        "@type": _TYPE + kind,
+        "explicit_http_config": {"http_protocol_options": {}},
+        # aiohttp ends connections that nobody uses after 75 s; one that it has just ended must not be used again.
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
+    }
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
+        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
+        "circuit_breakers": {
+            "thresholds": [
+                {"max_requests": _MOST_SERVICE_CALLS, "max_connections": _MOST_SERVICE_CALLS, "max_retries": 0}
+            ]
+        },
+        "typed_extension_protocol_options": {kind: options},
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+    }
 
 
 def _inner(settings: EnvoySettings) -> Json:
     """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
     routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
-    return _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    return {**listener, "ignore_global_conn_limit": True}
 
 
 def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
@@ -251,7 +349,7 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
         "access_log": [_failure_count()],
-        "http_filters": [*filters, _filter("router", "envoy.extensions.filters.http.router.v3.Router")],
+        "http_filters": [*filters, _router()],
         **routes,
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
@@ -263,38 +361,8 @@ def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, f
     }
 
 
-def _fixed_clusters(settings: EnvoySettings) -> list[Json]:
-    return [] if settings.http_bind is None else [_http_cluster()]
-
-
-def _http(bind: Address) -> Json:
-    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
-    route = {"match": {"prefix": "/"}, "route": {"cluster": _HTTP_SERVICE, "timeout": "0s"}}
-    gone = _refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])
-    manager = {
-        "@type": _HCM,
-        "stat_prefix": "http",
-        "codec_type": "HTTP1",
-        # One spelling for each path, whoever decides by paths.
-        "normalize_path": True,
-        "path_with_escaped_slashes_action": "REJECT_REQUEST",
-        "stream_idle_timeout": f"{_IDLE_S}s",
-        "request_headers_timeout": f"{_HEAD_TIMEOUT_S}s",
-        "local_reply_config": {
-            "mappers": [gone],
-            "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
-        },
-        "http_filters": [_filter("router", "envoy.extensions.filters.http.router.v3.Router")],
-        "route_config": {"name": "http", "virtual_hosts": [{"name": "http", "domains": ["*"], "routes": [route]}]},
-    }
-    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
-    return {
-        "name": "http",
-        "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
-        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
-        "filter_chains": [chain],
-        "enable_reuse_port": False,
-    }
+def _router() -> Json:
+    return _filter("router", "envoy.extensions.filters.http.router.v3.Router")
 
 
 def _filter(name: str, kind: str) -> Json:
@@ -327,34 +395,12 @@ def _dead_stub() -> Json:
     return {"name": "dead-stub", "typed_config": matching}
 
 
-def _extraction() -> Json:
-    """What the script needs to know of the first message of a call."""
-    fields = {
-        "ModelInfer": ("model_name", "model_version", "inputs.shape"),
-        **dict.fromkeys(("ModelMetadata", "ModelConfig", "ModelReady"), ("name", "version")),
-    }
-    files = descriptor_pb2.FileDescriptorSet()
-    for module in (model_config_pb2, service_pb2):
-        files.file.add().ParseFromString(module.DESCRIPTOR.serialized_pb)
-    kind = _TYPE + "envoy.extensions.filters.http.grpc_field_extraction.v3.GrpcFieldExtractionConfig"
-    config = {
-        "@type": kind,
-        "descriptor_set": {"inline_bytes": base64.b64encode(files.SerializeToString()).decode()},
-        "extractions_by_method": {
-            f"{KSERVE}.{method}": {"request_field_extractions": {name: {} for name in names}}
-            for method, names in fields.items()
-        },
-    }
-    return {"name": EXTRACTION, "typed_config": config}
-
-
 def _refusals(settings: EnvoySettings) -> list[Json]:
     """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
-    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
-    # The extraction says this when a message does not fit into the buffer; it has no flag of its own.
-    expression = "response.code_details.contains('FAILED_PRECONDITION{REQUEST_BUFFER_CONVERSION_FAIL}')"
-    too_large = {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
+    # The script waits for the whole message, and this one does not fit into the buffer.
+    status = {"op": "EQ", "value": {"default_value": _CONTENT_TOO_LARGE, "runtime_key": "unused"}}
+    too_large = {"status_code_filter": {"comparison": status}}
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
         _refusal(_flags("UF", "UC", "UH"), GONE, [_header("grpc-status", UNAVAILABLE)]),
@@ -411,25 +457,6 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
     }
 
 
-def _http_cluster() -> Json:
-    threshold = {"max_requests": _MOST_SERVICE_CALLS, "max_connections": _MOST_SERVICE_CALLS, "max_retries": 0}
-    options = {
-        "@type": _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http_protocol_options": {}},
-        "common_http_protocol_options": {"idle_timeout": f"{_KEPT_S}s"},
-    }
-    endpoint = {"endpoint": {"address": {"pipe": {"path": HTTP_SOCKET}}}}
-    return {
-        "name": _HTTP_SERVICE,
-        "type": "STATIC",
-        "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
-        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
-        "circuit_breakers": {"thresholds": [threshold]},
-        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
-        "load_assignment": {"cluster_name": _HTTP_SERVICE, "endpoints": [{"lb_endpoints": [endpoint]}]},
-    }
-
-
 def _http2(window: int) -> Json:
     return {
         "initial_stream_window_size": window,
@@ -438,5 +465,5 @@ def _http2(window: int) -> Json:
 
 
 def _window(settings: EnvoySettings) -> int:
-    """The extraction holds a whole message in the stream's buffer: the window is the largest message."""
+    """The script waits for a whole message in the stream's buffer: the window is the largest message."""
     return max(_SMALLEST_WINDOW, min(settings.max_message_bytes + _FRAMING_BYTES, _LARGEST_WINDOW))

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from native_service import envoy_config, processes
+from native_service import envoy_access, envoy_config, huge_pages, processes
+from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.restarts import Tries
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -31,10 +33,11 @@ _MOST_RESTARTS, _RESTART_WINDOW_S = 5, 60.0
 # How long clients are asked to leave before the address closes, and between two looks at what is still running.
 _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
+_IN_MEMORY = "envoy-in-memory"
 _MOST_WORKERS = 4
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
-_PUBLIC_CALLS = r"^http\.(public|http)\.downstream_(cx|rq)_active$"
+_PUBLIC_CALLS = r"^http\.(public|http_infer)\.downstream_(cx|rq)_active$"
 _READS = {
     envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
     envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
@@ -53,16 +56,20 @@ class EnvoyServer:
         bind: Address,
         max_message_bytes: int,
         environment: Mapping[str, str],
-        http_bind: Address | None = None,
+        access: Access = envoy_access.OPEN,
+        http: Address | None = None,
+        http_infer: Address | None = None,
         shared_memory: bool = False,
     ) -> None:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
+        self._access, self._http, self._http_infer, self._shared_memory = access, http, http_infer, shared_memory
         self._program, self._folder, self._short_folder = program, folder, short_folder
-        self._bind, self._http_bind, self._max_message_bytes = bind, http_bind, max_message_bytes
-        self._shared_memory = shared_memory
+        self._bind, self._max_message_bytes = bind, max_message_bytes
         self._environment = {**os.environ, **environment}
         self._settings: EnvoySettings | None = None
         self._admin: EnvoyAdmin | None = None
+        self._copy: int | None = None
+        self._started_from = program
         self._child: processes.Child | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._complaints: deque[str] = deque(maxlen=10)
@@ -81,9 +88,14 @@ class EnvoyServer:
         return None if self._child is None else self._child.process.pid
 
     @property
-    def http_address(self) -> Address | None:
-        """Where KServe v2 over HTTP is, once started."""
-        return None if self._settings is None else self._settings.http_bind
+    def http(self) -> Address | None:
+        """Where health and metrics are, with the real port."""
+        return None if self._settings is None else self._settings.http
+
+    @property
+    def http_infer(self) -> Address | None:
+        """Where KServe v2 over HTTP is, with the real port."""
+        return None if self._settings is None else self._settings.http_infer
 
     async def start(self, triton: str, models: Sequence[Admitted]) -> Address:
         """Open the public address in front of Triton's gRPC at ``triton``; the address with its real port.
@@ -91,10 +103,13 @@ class EnvoyServer:
         Raises SettingsError for a taken port, EnvoyUnavailable with the reason for anything else.
         """
         (self._folder / envoy_config.DYNAMIC_FOLDER).mkdir(exist_ok=True)
+        self._write_secrets()
         self._admin = EnvoyAdmin(f"{self._short_folder}/{envoy_config.ADMIN_SOCKET}")
+        await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
-            bind, http_bind = _with_port(self._bind), self._http_bind and _with_port(self._http_bind)
-            settings = EnvoySettings(bind, triton, self._max_message_bytes, http_bind, self._shared_memory)
+            bind, http = _with_port(self._bind), self._http and _with_port(self._http)
+            http_infer, memory = self._http_infer and _with_port(self._http_infer), self._shared_memory
+            settings = EnvoySettings(bind, triton, self._max_message_bytes, self._access, http, http_infer, memory)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
@@ -103,15 +118,14 @@ class EnvoyServer:
                 await self._launch()
             except EnvoyUnavailable:
                 await self._end(grace_s=0)
-                taken = [line for line in self._complaints if "Address already in use" in line]
-                if not taken:
+                if not any("Address already in use" in line for line in self._complaints):
                     raise
-                key, asked, had = "bind_addr", self._bind, bind
-                if self._http_bind and http_bind and any(str(http_bind) in line for line in taken):
-                    key, asked, had = "http_infer_addr", self._http_bind, http_bind
                 # Between our look at a free port and Envoy's bind another program may take it.
-                if asked.port or not tries_left:
-                    raise SettingsError(f"server.{key} {had} cannot be bound (Address already in use)") from None
+                if self._bind.port or not tries_left:
+                    others = {"http_addr": http, "http_infer_addr": http_infer}
+                    keys = [key for key, address in others.items() if f"'{address}'" in self._complaints[-1]]
+                    key, taken = (keys[0], others[keys[0]]) if keys else ("bind_addr", bind)
+                    raise SettingsError(f"server.{key} {taken} cannot be bound (Address already in use)") from None
                 continue
             self._settings, self._models = settings, list(models)
             self._supervision = asyncio.create_task(self._supervise())
@@ -176,6 +190,9 @@ class EnvoyServer:
         await self._end(_STOP_GRACE_S)
         if self._admin is not None:
             await self._admin.close()
+        if self._copy is not None:
+            os.close(self._copy)
+            self._copy = None
 
     async def _drain(self, grace_s: float) -> None:
         if not any((await self.admin.counters(_PUBLIC_CALLS)).values()):
@@ -192,10 +209,9 @@ class EnvoyServer:
 
     async def _supervise(self) -> str:
         """Restart on every death, but not for ever; the reason for giving up."""
-        deaths: deque[float] = deque(maxlen=_MOST_RESTARTS)
+        tries = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S)
         reason = await self._next_death()
-        while len(deaths) < _MOST_RESTARTS or time.monotonic() - deaths[0] > _RESTART_WINDOW_S:
-            deaths.append(time.monotonic())
+        while tries.take():
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:
@@ -204,13 +220,24 @@ class EnvoyServer:
                 reason = str(error)
             else:
                 reason = await self._next_death()
-        return f"{reason}, for the {_MOST_RESTARTS + 1}th time within {_RESTART_WINDOW_S:g} s"
+        return f"{reason}, {tries}"
 
     async def _next_death(self) -> str:
         if self._child is None:
             raise EnvoyUnavailable("Envoy has not been started")
         await self._child.process.wait()
         return await self._death("while serving")
+
+    async def _copy_program(self) -> None:
+        """From here on Envoy is started from memory, where its code lies in huge pages, if that can be."""
+        try:
+            self._copy = await asyncio.to_thread(huge_pages.copy_program, self._program)
+        except (OSError, ValueError) as error:
+            _LOG.debug("Envoy runs from its file: %s", error)
+            return
+        # The link gives the process a name.
+        self._started_from = self._folder / _IN_MEMORY
+        self._started_from.symlink_to(f"/proc/{os.getpid()}/fd/{self._copy}")
 
     async def _launch(self) -> None:
         """Return once the address is open. Raises EnvoyUnavailable with the reason."""
@@ -219,7 +246,7 @@ class EnvoyServer:
             (self._folder / name).unlink(missing_ok=True)
         workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         command = [
-            *(str(self._program), "--config-path", "envoy.json", "--concurrency", str(workers)),
+            *(str(self._started_from), "--config-path", "envoy.json", "--concurrency", str(workers)),
             # One bad file would otherwise silently replace everything that is served.
             *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
@@ -301,19 +328,36 @@ class EnvoyServer:
             await asyncio.sleep(_UPDATE_POLL_S)
         raise EnvoyUnavailable(f"Envoy did not read the new {file} within {_UPDATE_TIMEOUT_S:g} s")
 
+    def read_certificates_again(self) -> None:
+        """Use what the files of ``server.tls`` hold now, for new connections; without TLS this does nothing."""
+        self._write_secrets()
+
+    def _write_secrets(self) -> None:
+        if (credentials := self._access.credentials) is not None and credentials.tokens is not None:
+            secret = self._folder / envoy_access.TOKEN_SECRET_FILE
+            secret.touch(mode=0o600)
+            secret.write_text(envoy_access.token_secret_file(credentials.tokens))
+        if self._access.tls is None:
+            return
+        folder = self._folder / envoy_access.TLS_FOLDER
+        folder.mkdir(exist_ok=True)
+        for file, content in envoy_access.secret_files(self._access.tls).items():
+            beside = self._folder / file
+            beside.write_text(json.dumps(content))
+            # The rename is what Envoy watches for; it then reads the user's files, too.
+            beside.replace(folder / file)
+
     def _write(self, file: str, content: Json) -> None:
         beside = self._folder / file
         beside.write_text(json.dumps(content))
         beside.replace(self._folder / envoy_config.DYNAMIC_FOLDER / file)
 
 
-def _with_port(bind: Address) -> Address:
-    return bind if bind.port else bind._replace(port=_free_port(bind.host))
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _with_port(address: Address) -> Address:
+    """``address``, with a port that is free now in the place of port 0."""
+    if address.port:
+        return address
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+        probe.bind((address.host, 0))
+        return address._replace(port=probe.getsockname()[1])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nereid_backend.spec import ModelSpec
 
 CLUSTER_HEADER, CODING_HEADER = "nereid-cluster", "nereid-coding"
-EXTRACTION = "envoy.filters.http.grpc_field_extraction"
+KSERVE = "inference.GRPCInferenceService"
 TRITON, MODEL_PREFIX = "triton", "model_"
 """Names of clusters: Triton without permits, and what stands before a model's name for Triton with them."""
 RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14
@@ -27,19 +27,23 @@ STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
 
 
-def on_request(native: Sequence[ModelSpec], *, checked: str = "") -> str:
-    """Names the cluster of a call that Triton can answer as it is, for the ``native`` models.
+def on_request(native: Sequence[tuple[ModelSpec, float | None]], *, checked: str = "") -> str:
+    """Names the cluster of a call that Triton can answer as it is, for ``native`` models and their time limits in s.
 
-    A request whose parameters have the word ``checked`` in them is left to our service.
+    A request with the word ``checked`` in a tensor's parameters is left to our service.
 
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
     """
-    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec in native)
+    ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec, _ in native)
+    limits = ", ".join(f'["{spec.name}"] = {limit_s}' for spec, limit_s in native if limit_s is not None)
+    asking = ", ".join(f'["/{KSERVE}/{method}"] = true' for method in ("ModelMetadata", "ModelConfig", "ModelReady"))
     return (
         f"local ranks = {{{ranks}}}\n"
+        f"local limits = {{{limits}}}\n"
+        f'local infer, asking = "/{KSERVE}/ModelInfer", {{{asking}}}\n'
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
-        f'local filter, most_size, most_elements = "{EXTRACTION}", {MOST_SIZE}, {MOST_ELEMENTS}\n'
+        f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
         f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n"
         f'local checked = "{checked}"\n' + _ON_REQUEST
     )
@@ -63,64 +67,135 @@ end
 """
 
 
+# Reads KServe's messages by their keys (field number * 8 + kind). Only what every reader takes the same way is read: a
+# field that is not KServe's, of another kind or twice where once is meant, or a malformed one, ends the reading.
 _ON_REQUEST = """
-local window_bytes = 4096
+local window_bytes, longest_name = 4096, 1024
+local buffer, window, first, parts, texts
 
-local function is_checked(buffer, at, size)
-  return checked ~= "" and size <= most_text and buffer:getBytes(at, size):find(checked, 1, true) ~= nil
+-- Places are asked for in ascending order.
+local function byte(at)
+  local value = window:byte(at - first + 1)
+  if value == nil and at < buffer:length() then
+    first, window = at, buffer:getBytes(at, math.min(window_bytes, buffer:length() - at))
+    value = window:byte(1)
+  end
+  return value
 end
 
--- What a ModelInferRequest of the buffer holds beside its tensors, in bytes; huge when it is malformed, made of very
--- many parts or to be checked. Field numbers as in KServe's messages: 5 inputs, of these 5 contents; 7
--- raw_input_contents.
-local function text_bytes(buffer, length)
-  local window, first, parts = "", 0, 0
-  local function byte(at)
-    if at < first or at >= first + #window then
-      if at >= length then return nil end
-      first, window = at, buffer:getBytes(at, math.min(window_bytes, length - at))
-    end
-    return window:byte(at - first + 1)
+local function number(at)
+  local value, scale = 0, 1
+  for _ = 1, 10 do
+    local part = byte(at)
+    if part == nil then return nil end
+    at = at + 1
+    if part < 128 then return value + part * scale, at end
+    value, scale = value + (part - 128) * scale, scale * 128
   end
-  local function number(at)
-    local value, scale = 0, 1
-    for _ = 1, 10 do
-      local part = byte(at)
-      if part == nil then return nil end
-      at = at + 1
-      if part < 128 then return value + part * scale, at end
-      value, scale = value + (part - 128) * scale, scale * 128
-    end
-    return nil
-  end
-  local function scan(at, stop, inside)
-    local bytes = 0
-    while at < stop do
-      parts = parts + 1
-      local key, size
-      key, at = number(at)
-      if key == nil or parts > most_parts then return math.huge end
-      local field, kind = math.floor(key / 8), key % 8
-      if kind == 2 then
-        size, at = number(at)
-        if size == nil or at + size > stop then return math.huge end
-        if field == 5 and not inside then
-          bytes = bytes + scan(at, at + size, true)
-        elseif field ~= (inside and 5 or 7) then
-          bytes = is_checked(buffer, at, size) and math.huge or bytes + size
+  return nil
+end
+
+-- The key at a place, and from where to where its bytes are.
+local function field(at, stop)
+  local key, size = byte(at), nil
+  size, at = number(at + 1)
+  if size == nil or at + size > stop then return nil end
+  return key, at, at + size
+end
+
+-- Whether that many more bytes beside the tensors, in one more part, are too many.
+local function is_too_much(bytes)
+  parts, texts = parts + 1, texts + bytes
+  return parts > most_parts or texts > most_text
+end
+
+local function text(from, to)
+  if to - from > longest_name then return nil end
+  return to > from and buffer:getBytes(from, to - from) or ""
+end
+
+local function is_checked(from, to)
+  return checked ~= "" and to > from and buffer:getBytes(from, to - from):find(checked, 1, true) ~= nil
+end
+
+-- Of the shape of an input so far: the number of dimensions, the product of the sizes but those of 0, whether one is 0.
+local dimensions, elements, is_empty
+
+local function add_size(at)
+  local size
+  size, at = number(at)
+  if size == nil or size > most_size then return nil end
+  if size > 0 then elements = elements * size else is_empty = true end
+  dimensions = dimensions + 1
+  return at
+end
+
+-- Whether an input can be read.
+local function read_input(at, stop)
+  local key, from
+  while at < stop do
+    if byte(at) == 24 then -- shape, one size
+      at = add_size(at + 1)
+      if at == nil or at > stop or is_too_much(10) then return false end
+    else
+      key, from, at = field(at, stop)
+      if key == 42 then -- contents
+        if is_too_much(0) then return false end
+      elseif key == 10 or key == 18 or key == 26 or key == 34 then -- name, datatype, shape, parameters
+        if is_too_much(at - from) or (key == 34 and is_checked(from, at)) then return false end
+        while key == 26 and from < at do
+          from = add_size(from)
+          if from == nil or from > at then return false end
         end
-        at = at + size
-      elseif kind == 0 then
-        size, at = number(at)
-        if size == nil then return math.huge end
-        bytes = bytes + 10
       else
-        return math.huge
+        return false
       end
     end
-    return bytes
   end
-  return scan(5, length, false)
+  return true
+end
+
+-- The model that a message of that many bytes asks for, when Triton can answer it.
+local function read_request(length, is_infer)
+  local name, version, at, key, from = nil, nil, 5, nil, nil
+  dimensions, elements, is_empty = 0, 1, false
+  while at < length do
+    key, from, at = field(at, length)
+    if key == 10 and name == nil then
+      name = text(from, at)
+      if name == nil then return nil end
+    elseif key == 18 and version == nil then
+      version = text(from, at)
+      if version ~= "" and version ~= "1" then return nil end
+    elseif not is_infer then
+      return nil
+    elseif key == 42 then -- an input
+      if is_too_much(0) or not read_input(from, at) then return nil end
+    elseif key == 26 or key == 34 or key == 50 then -- id, parameters, outputs
+      -- Triton repeats them in its errors. An error of more than 64 KiB breaks the connection with all calls on it, and
+      -- calls that are cut off at once can crash Triton 2.51.
+      if is_too_much(at - from) or (key == 50 and is_checked(from, at)) then return nil end
+    elseif key ~= 58 or is_too_much(0) then -- raw contents
+      return nil
+    end
+  end
+  local rank = name and ranks[name]
+  -- Triton 2.51 multiplies sizes without looking: past 32 bits of rows or 64 of bytes, or with no rows, they break the
+  -- model's process or the requests that share its batch.
+  if rank == nil or elements > most_elements then return nil end
+  if is_infer and rank >= 0 and (is_empty or dimensions ~= rank) then return nil end
+  return name
+end
+
+local unit_s = {H = 3600, M = 60, S = 1, m = 1e-3, u = 1e-6, n = 1e-9}
+
+-- No call of the model waits longer than its limit: Triton ends it then, and drops it when it has not begun.
+local function shorten(headers, limit_s)
+  local amount, unit = (headers:get("grpc-timeout") or ""):match("^(%d+)([HMSmun])$")
+  if amount and tonumber(amount) * unit_s[unit] <= limit_s then return end
+  -- Eight digits at most.
+  local text = limit_s < 99999 and math.ceil(limit_s * 1000) .. "m" or math.ceil(limit_s) .. "S"
+  headers:replace("grpc-timeout", text)
 end
 
 function envoy_on_request(request)
@@ -135,41 +210,23 @@ function envoy_on_request(request)
     -- Triton 2.51 can crash on a deadline that passes while it sets the request up; the client ends the call itself.
     headers:remove("grpc-timeout")
   end
-  local fields = request:streamInfo():dynamicMetadata():get(filter)
-  if fields == nil then return end
-  local version = fields["model_version"] or fields["version"]
-  if version ~= nil and version[1] ~= nil and version[1] ~= "" and version[1] ~= "1" then return end
-  local names = fields["model_name"]
-  if names == nil then
-    names = fields["name"]
-    if names ~= nil and names[1] ~= nil and ranks[names[1]] ~= nil then
-      headers:add(header, triton)
-      request:clearRouteCache()
-    end
-    return
-  end
-  local name = names[1]
-  local rank = name ~= nil and ranks[name] or nil
-  if rank == nil then return end
-  -- Triton 2.51 multiplies sizes without looking: past 32 bits of rows or 64 of bytes, or with no rows, they break the
-  -- model's process or the requests that share its batch. Our service refuses those.
-  local total, elements = 0, 1
-  for _, text in ipairs(fields["inputs.shape"] or {}) do
-    local size = tonumber(text)
-    if size < 0 or size > most_size or (size == 0 and rank >= 0) then return end
-    if size > 0 then elements = elements * size end
-    total = total + 1
-  end
-  if elements > most_elements or (rank >= 0 and total ~= rank) then return end
-  -- Triton repeats names, ids and parameters in its errors. An error of more than 64 KiB breaks the connection with all
-  -- calls on it, and calls that are cut off at once can crash Triton 2.51.
-  local buffer = request:body()
-  if buffer == nil then return end
-  local length = buffer:length()
-  if is_checked(buffer, 0, length) then return end
-  if length > most_text and text_bytes(buffer, length) > most_text then return end
+  local path = headers:get(":path")
+  local is_infer = path == infer
+  if not is_infer and not asking[path] then return end
+  buffer = request:body()
+  local length = buffer and buffer:length() or 0
+  if length < 5 then return end
+  window, first, parts, texts = buffer:getBytes(0, math.min(window_bytes, length)), 0, 0, 0
+  -- One message, not compressed: nothing else is for Triton.
+  local flag, a, b, c, d = window:byte(1, 5)
+  local name = nil
+  if flag == 0 and ((a * 256 + b) * 256 + c) * 256 + d == length - 5 then name = read_request(length, is_infer) end
+  buffer, window = nil, nil
+  if name == nil then return end
   -- Waiting for the body has ended the life of the objects from before it.
-  request:headers():add(header, prefix .. name)
+  headers = request:headers()
+  if is_infer and limits[name] then shorten(headers, limits[name]) end
+  headers:add(header, is_infer and prefix .. name or triton)
   request:clearRouteCache()
 end
 """

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import grpc
 
+from native_service import certificates
 from native_service.checkpoint import Budget
+from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_config import HTTP_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.envoy_config import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
@@ -40,14 +42,16 @@ _CHANNEL: tuple[tuple[str, int], ...] = (
 class Front:
     """Opened once with ``start``; what it opened is undone by ``stop``, also after a failed start."""
 
-    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer) -> None:
-        self._program, self._run, self._triton = envoy, run, triton
+    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer, access: Access = OPEN) -> None:
+        """``access``: what protects the address."""
+        self._program, self._run, self._triton, self._access = envoy, run, triton, access
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._inference: Inference | None = None
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._specs: list[ModelSpec] = []
+        self._lacks = False
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
         self._counting = asyncio.Lock()
@@ -71,12 +75,13 @@ class Front:
         channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
+        inference.time_limits_s = _time_limits_s(models)
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
         budget = Budget(limits.max_buffered_bytes)
         memory = SharedMemory(self._triton.channel, self._triton.key) if server.allow_shared_memory else None
-        kserve = KServeService(specs, inference, self._triton.channel, self._triton.is_ready, control, scripts, memory)
+        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, memory)
         native = NereidService(specs, inference, limits, scripts, budget)
         self._services = (kserve, native)
         largest = limits.max_request_bytes
@@ -87,7 +92,7 @@ class Front:
         if server.http_infer is not None:
             http = HttpInference(kserve, limits, budget)
             self._ending.push_async_callback(http.stop)
-            await http.start(f"{self._run.short_path}/{HTTP_SOCKET}")
+            await http.start(f"{self._run.short_path}/{HTTP_INFER_SOCKET}")
         self._envoy = EnvoyServer(
             self._program,
             self._run.path,
@@ -95,24 +100,28 @@ class Front:
             bind=server.bind,
             max_message_bytes=largest,
             environment=self._run.environment,
-            http_bind=server.http_infer,
+            access=self._access,
+            http=server.http,
+            http_infer=server.http_infer,
             shared_memory=server.allow_shared_memory,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         await service.set_serving(True)
         bound = await self._envoy.start(self._triton.addresses.grpc, models)
+        if (tls := self._access.tls) is not None:
+            following = certificates.follow(tls, self._envoy.read_certificates_again)
+            self._ending.callback(asyncio.create_task(following).cancel)
         # The first thing at the end: probes learn of it while calls are still taken.
         self._ending.push_async_callback(service.set_serving, False)
         return bound
 
-    @property
-    def http_address(self) -> Address | None:
-        """Where KServe v2 over HTTP is, with its real port."""
-        return None if self._envoy is None else self._envoy.http_address
+    async def is_answering(self) -> bool:
+        """Whether the address is open and Triton behind it answers."""
+        return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
 
     async def is_ready(self) -> bool:
-        """Whether a call would be answered now: Triton answers and the address is open."""
-        return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
+        """Whether a call of every required model would be answered now."""
+        return not self._lacks and await self.is_answering()
 
     async def failed(self) -> Failed:
         """The calls that did not end well since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
@@ -126,6 +135,16 @@ class Front:
     def script_counts(self) -> Mapping[str, Counts]:
         """How the calls of each script model ended."""
         return {} if self._scripts is None else self._scripts.counts
+
+    @property
+    def http(self) -> Address | None:
+        """Where health and metrics are, with the real port; None when they are off."""
+        return None if self._envoy is None else self._envoy.http
+
+    @property
+    def http_infer(self) -> Address | None:
+        """Where KServe v2 over HTTP is, with the real port; None when it is off."""
+        return None if self._envoy is None else self._envoy.http_infer
 
     @property
     def envoy_pid(self) -> int | None:
@@ -142,6 +161,8 @@ class Front:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
+        self._inference.time_limits_s = _time_limits_s(models)
+        self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
         self._tell([spec for spec in specs if spec.name in known])
@@ -153,7 +174,7 @@ class Front:
         finally:
             self._specs = specs
             self._tell(specs)
-        await self._server.set_models([spec.name for spec in specs], self._inference.away)
+        await self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:
@@ -168,3 +189,7 @@ class Front:
     async def stop(self) -> None:
         """Health first, then Envoy within a bound of ten seconds, then our server."""
         await self._ending.aclose()
+
+
+def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:
+    return {model.spec.name: model.time_limit_s for model in models if model.time_limit_s is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from native_service.envoy_config import KSERVE, RETRY_AFTER_S, model_cluster
-from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, PROCESS_DIED, STUB_IS_DEAD
+from native_service.envoy_config import RETRY_AFTER_S, model_cluster
+from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE, PROCESS_DIED, STUB_IS_DEAD
 from native_service.metrics import Refusals
 from native_service.triton_errors import canonical
 from nereid_backend.errors import (
@@ -21,6 +21,7 @@ from nereid_backend.errors import (
     ModelUnavailable,
     NereidError,
     ResourceExhausted,
+    TimeLimitExceeded,
 )
 
 _LOG = logging.getLogger("nereid.service")
@@ -51,6 +52,8 @@ class Inference:
         self.refusals = refusals
         self.away: Collection[str] = ()
         """The models whose calls cannot run at the moment."""
+        self.time_limits_s: Mapping[str, float] = {}
+        """Longest call of the models that have a limit."""
         method = "/inference.GRPCInferenceService/ModelInfer"
         self._infer = channel.unary_unary(
             method,
@@ -60,18 +63,27 @@ class Inference:
         self._infer_serialised = channel.unary_unary(method)
 
     async def run(self, request: Any, context: Any) -> Any:
-        """The answer to a ModelInferRequest, within what is left of the deadline of ``context``.
+        """The answer to a ModelInferRequest, within what is left of the deadline of ``context`` and the model's limit.
 
-        Raises grpc.aio.AioRpcError with Triton's own code and words, or RESOURCE_EXHAUSTED without a permit.
+        Raises TimeLimitExceeded, or grpc.aio.AioRpcError with Triton's own code and words or RESOURCE_EXHAUSTED.
         """
-        model = request.model_name
-        return await self._infer(request, timeout=self._time_left(model, context), metadata=_permit_of(model))
+        return await self._within_time(request.model_name, self._infer, request, context)
 
     async def run_serialised(self, model: str, request: bytes, context: Any) -> bytes:
         """The same for a serialised request and answer, which protobuf's objects would hold once more."""
-        timeout = self._time_left(model, context)
-        answer: bytes = await self._infer_serialised(request, timeout=timeout, metadata=_permit_of(model))
+        answer: bytes = await self._within_time(model, self._infer_serialised, request, context)
         return answer
+
+    async def _within_time(self, model: str, infer: Any, request: Any, context: Any) -> Any:
+        left, limit = self._time_left(model, context), self.time_limits_s.get(model)
+        if limit is None or (left is not None and left <= limit):
+            return await infer(request, timeout=left, metadata=_permit_of(model))
+        try:
+            return await infer(request, timeout=limit, metadata=_permit_of(model))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeLimitExceeded(f"model {model!r} took longer than its time limit of {limit:g} s") from None
+            raise
 
     def _time_left(self, model: str, context: Any) -> float | None:
         """Seconds the client still waits, None when it waits for ever. Raises ModelUnavailable, DeadlineExceeded."""

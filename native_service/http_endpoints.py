@@ -1,4 +1,7 @@
-"""Health and metrics over HTTP, for probes and Prometheus; there is no inference here."""
+"""Health and metrics over HTTP, for probes and Prometheus; there is no inference here.
+
+Envoy stands before it on ``server.http_addr``: it knows TLS, keys, and when to give up on a caller.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from native_service.envoy_config import Admitted
 from native_service.metrics import Failed, restarts_text, with_failures
 from native_service.script_calls import Counts, with_script_counts
-from native_service.settings import Address
-from nereid_backend.errors import EnvoyUnavailable, SettingsError
+from nereid_backend.errors import EnvoyUnavailable
 
 _LOG = logging.getLogger("nereid.http")
 
@@ -30,34 +32,34 @@ _LOG.addFilter(is_not_about_bad_bytes)
 
 
 class HttpEndpoints:
-    """The HTTP server on ``server.http_addr``."""
+    """The HTTP server behind ``server.http_addr``, on a Unix socket."""
 
     def __init__(
         self,
-        bind: Address,
+        socket: str,
         *,
         models: Mapping[str, Admitted],
-        is_ready: Callable[[], Awaitable[bool]],
+        is_answering: Callable[[], Awaitable[bool]],
         metrics: str,
         failed: Callable[[], Awaitable[Failed]],
         scripts: Callable[[], Mapping[str, Counts]] = dict,
         restarts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``models`` may change meanwhile; ``is_ready`` tells whether calls would be served now; ``metrics`` is
+        """``models`` may change meanwhile; ``is_answering`` tells whether calls get to Triton now; ``metrics`` is
         Triton's metrics ``host:port``; ``failed`` counts the calls that Triton does not, ``scripts`` those it counts
         wrongly; ``restarts`` of models whose process died."""
         self._scripts = scripts
         self._restarts = restarts
-        self._bind = bind
+        self._socket = socket
         self._models = models
-        self._is_ready = is_ready
+        self._is_answering = is_answering
         self._metrics_url = f"http://{metrics}/metrics"
         self._failed = failed
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> Address:
-        """Listen; the address with its real port. Raises SettingsError when the port cannot be had."""
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
         application = web.Application()
         application.add_routes(
             [
@@ -71,12 +73,7 @@ class HttpEndpoints:
         self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
         self._runner = web.AppRunner(application, access_log=None, logger=_LOG)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self._bind.host, self._bind.port).start()
-        except OSError as error:
-            await self.stop()
-            raise SettingsError(f"server.http_addr {self._bind} cannot be bound ({error.strerror})") from None
-        return self._bind._replace(port=self._runner.addresses[0][1])
+        await web.UnixSite(self._runner, self._socket).start()
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -88,12 +85,13 @@ class HttpEndpoints:
         return web.Response()
 
     async def _ready(self, _request: web.Request) -> web.Response:
-        return web.Response(status=200 if await self._is_ready() else 400)
+        lacks = any(model.away and model.required for model in self._models.values())
+        return web.Response(status=200 if not lacks and await self._is_answering() else 400)
 
     async def _model_ready(self, request: web.Request) -> web.Response:
         model = self._models.get(request.match_info["model"])
         there = model is not None and not model.away and request.match_info.get("version", "1") == "1"
-        return web.Response(status=200 if there and await self._is_ready() else 400)
+        return web.Response(status=200 if there and await self._is_answering() else 400)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         if self._session is None:

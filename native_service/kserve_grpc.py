@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.envoy_config import KSERVE
-from native_service.envoy_scripts import MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
+from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
 from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, shown, triton_call, unary
 from native_service.script_calls import ScriptCalls
 from native_service.shared_memory import SharedMemory, uses_region

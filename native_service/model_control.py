@@ -110,11 +110,16 @@ class ModelControl:
 
     async def route_dead(self) -> None:
         """Send the callers of models whose process has died away. Raises NereidError."""
-        await self._in_turn(self._catalogue.route_dead)
+        await self._catalogue.route_dead()
 
     async def revive(self, name: str) -> None:
-        """Serve ``name``, whose process has died, again, if it is still to be served. Raises NereidError."""
-        await self._in_turn(partial(self._revive, name))
+        """Serve ``name``, whose process has died, again, if it is still to be served. Raises NereidError.
+
+        It does not wait for the changes of other models.
+        """
+        if await self._catalogue.revive(name):
+            self._restarts[name] += 1
+            _LOG.info("model %r is back", name)
 
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
         """Keep up with the folder, and with the list of models that ``reread`` gives, until cancelled."""
@@ -186,12 +191,6 @@ class ModelControl:
         elif name not in self._unloaded and (name not in self._tried or self._tried[name].source.hidden):
             raise NotFound(f"no model {name!r} to unload; RepositoryIndex lists what is served")
         self._unloaded.add(name)
-
-    async def _revive(self, name: str) -> None:
-        if name in self._catalogue.specs:
-            await self._catalogue.revive(name)
-            self._restarts[name] += 1
-            _LOG.info("model %r is back", name)
 
     async def _put(self, source: Source, converter: Converter) -> None:
         staged = await self._stage(source, converter, self._catalogue.specs)

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from native_service.checkpoint import Budget, CheckpointReader, output_chunks
-from native_service.envoy_config import KSERVE
+from native_service.envoy_scripts import KSERVE
 from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, unary
 from native_service.infer_messages import read_outputs
 from native_service.proto import inference_pb2
@@ -132,6 +132,7 @@ class NativeServer:
     def __init__(self, handlers: Sequence[Any], models: Sequence[str], max_message_bytes: int) -> None:
         self._models = tuple(models)
         self._away: Collection[str] = ()
+        self._complete = True
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
@@ -157,19 +158,20 @@ class NativeServer:
         self._status = answers.SERVING if serving else answers.NOT_SERVING
         await self._tell(("", SERVICE, KSERVE, *self._models))
 
-    async def set_models(self, models: Sequence[str], away: Collection[str]) -> None:
+    async def set_models(self, models: Sequence[str], away: Collection[str], *, complete: bool) -> None:
         """The models health is told for, ``away`` those that cannot answer at the moment.
 
-        One that went is SERVICE_UNKNOWN to those who watch it.
+        The server as a whole, health's empty name, serves while it is ``complete``. A model that went is
+        SERVICE_UNKNOWN to those who watch it.
         """
         for name in set(self._models) - set(models):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-        self._models, self._away = tuple(models), away
-        await self._tell(models)
+        self._models, self._away, self._complete = tuple(models), away, complete
+        await self._tell(("", *models))
 
     async def _tell(self, names: Sequence[str]) -> None:
         for name in names:
-            away = name in self._away
+            away = name in self._away if name else not self._complete
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING if away else self._status)
 
     async def stop(self, grace_s: float) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from native_service.stubs import SHARED_MEMORY
 from nereid_backend import locks
 from nereid_backend.cache import PRIVATE
+from nereid_backend.pulse import PULSE_FOLDER
 
 _LOG = logging.getLogger("nereid.run")
 
@@ -53,7 +54,7 @@ class RunDirectory:
             lease = locks.try_lock(path / "lease")
             if lease is None:
                 raise RuntimeError(f"the lease of the new folder {path} is taken")
-        for name in ("triton_models", "staging"):
+        for name in ("triton_models", "staging", PULSE_FOLDER):
             (path / name).mkdir()
         return cls(path, lease)
 
@@ -66,6 +67,11 @@ class RunDirectory:
     def staging(self) -> Path:
         """Where models are converted before they take their place in the repository."""
         return self.path / "staging"
+
+    @property
+    def pulses(self) -> Path:
+        """Where the models' processes tell how they are."""
+        return self.path / PULSE_FOLDER
 
     @property
     def short_path(self) -> str:

@@ -1,7 +1,7 @@
 """nereid.yaml: what is served, where, and within which limits.
 
-The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.allow_*`` and
-``models[].options``. Unknown keys are errors and relative paths are relative to the file.
+The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.tls``, ``server.auth``,
+``server.allow_*`` and ``models[].options``. Unknown keys are errors and relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, ValidationError, model_validator
 
+from native_service.access_settings import AuthSettings, TlsSettings
 from native_service.settings_errors import describe
+from native_service.settings_section import NonBlank, Section, not_blank
 from nereid_backend.errors import SettingsError, short_repr
 
 DEFAULT_FILE = "nereid.yaml"
@@ -58,18 +60,12 @@ def parse_address(text: str) -> Address:
 
 
 def _address_text(text: str) -> str:
-    return str(parse_address(_not_blank(text)))
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("must not be blank")
-    return text
+    return str(parse_address(not_blank(text)))
 
 
 def _model_name(text: str) -> str:
     # The name becomes a folder and a gRPC service name; Triton 2.70 and newer refuse other characters as well.
-    if not _NAME.fullmatch(_not_blank(text)) or set(text) == {"."}:
+    if not _NAME.fullmatch(not_blank(text)) or set(text) == {"."}:
         raise ValueError(NAME_RULE)
     return text
 
@@ -84,15 +80,9 @@ def _device(text: str) -> str:
 
 
 AddressText = Annotated[str, AfterValidator(_address_text)]
-NonBlank = Annotated[str, AfterValidator(_not_blank)]
 
 
-class _Section(BaseModel):
-    # strict: a quoted number or a bool in the place of a number is a mistake to report, not to repair.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
-
-
-class Limits(_Section):
+class Limits(Section):
     """Bounds on what one caller may cost; exceeding one is a clear error for that caller."""
 
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = 4 * 1024 * 1024
@@ -109,7 +99,7 @@ class Limits(_Section):
     """Longest conversion, and longest load in Triton, of one model."""
 
 
-class ModelOptions(_Section):
+class ModelOptions(Section):
     """What upstream's file has no key for."""
 
     max_batch_size: Annotated[int, Field(ge=0)] | None = None
@@ -118,9 +108,13 @@ class ModelOptions(_Section):
     """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
     allow_code: bool = False
     """Open a file that runs code of its own while it is read: a .pt2 archive, a pickle."""
+    time_limit_s: Annotated[float, Field(ge=0.1, le=31 * 86_400)] | None = None
+    """Longest call, waiting included; then it ends, and a run that goes on ends with its process. None is for ever."""
+    required: bool = True
+    """Whether the server counts as ready only while this model can answer."""
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """One served model; ``name`` is also its folder's name below ``ml_backends_path``."""
 
     name: Annotated[str, AfterValidator(_model_name)]
@@ -133,7 +127,7 @@ class ModelSettings(_Section):
     options: ModelOptions = ModelOptions()
 
 
-class ServerSettings(_Section):
+class ServerSettings(Section):
     """Addresses, the folder of models, limits."""
 
     bind_addr: AddressText
@@ -147,6 +141,8 @@ class ServerSettings(_Section):
     """Whether callers may load and unload the models that are listed here."""
     allow_shared_memory: bool = False
     """Whether callers may register shared memory of this host, which Triton then reads and writes."""
+    tls: TlsSettings | None = None
+    auth: AuthSettings | None = None
     limits: Limits = Limits()
 
     @model_validator(mode="before")
@@ -163,14 +159,22 @@ class ServerSettings(_Section):
             if address in taken and address.port:
                 raise ValueError(f"{key} must differ from {taken[address]}, both are {address}")
             taken[address] = key
-            if not address.is_loopback and not self.allow_insecure:
+            missing = self._unprotected(key)
+            if not address.is_loopback and missing and not self.allow_insecure:
                 raise ValueError(
-                    f"{key} {address} is reachable from other machines without TLS or keys; "
-                    "use 127.0.0.1, or accept that with server.allow_insecure: true in the settings file"
+                    f"{key} {address} is reachable from other machines without {' and '.join(missing)}; "
+                    "add that, use 127.0.0.1, or accept it with server.allow_insecure: true in the settings file"
                 )
             if self.allow_shared_memory and not address.is_loopback and key != "http_addr":
                 raise ValueError(f"allow_shared_memory is for callers on this host only; {key} must be 127.0.0.1")
         return self
+
+    def _unprotected(self, key: str) -> list[str]:
+        """What ``key`` would need before strangers may reach it: nobody listens in, and callers are known."""
+        known = self.auth is not None or (
+            key != "http_addr" and self.tls is not None and self.tls.client_ca is not None
+        )
+        return [*([] if self.tls else ["server.tls"]), *([] if known else ["server.auth"])]
 
     @property
     def bind(self) -> Address:
@@ -196,7 +200,7 @@ class ServerSettings(_Section):
         return Path(self.ml_backends_path)
 
 
-class Settings(_Section):
+class Settings(Section):
     """Everything ``nereid serve`` is told. No models (only from ``for_folder``) = every bundle in the folder."""
 
     server: ServerSettings
@@ -223,7 +227,14 @@ def load(path: Path) -> Settings:
         raise SettingsError("\n".join(describe(path, error))) from None
     folder = Path(path.absolute().parent, settings.server.ml_backends_path)
     absolute = str(_directory(folder, f"{path}: server.ml_backends_path"))
-    server = settings.server.model_copy(update={"ml_backends_path": absolute})
+    here, server = path.absolute().parent, settings.server
+    server = server.model_copy(
+        update={
+            "ml_backends_path": absolute,
+            "tls": server.tls and server.tls.below(here),
+            "auth": server.auth and server.auth.below(here),
+        }
+    )
     return settings.model_copy(update={"server": server})
 
 

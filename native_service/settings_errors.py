@@ -30,6 +30,8 @@ _RULES = {
 }
 # Where the value is absent or is a whole section, "got" would only repeat the file.
 _WITHOUT_GOT = {"missing", "extra_forbidden"}
+# A key in clear may have been written in the place of what names it.
+_NEVER_SHOWN = {"sha256", "key_env", "secret_env"}
 
 
 def describe(path: Path, error: ValidationError) -> Iterator[str]:
@@ -44,7 +46,8 @@ def describe(path: Path, error: ValidationError) -> Iterator[str]:
             rule = f"is not valid ({problem['msg']})"
         key = _key(problem["loc"])
         # A rule about several keys sits on their section and names them itself.
-        got = "" if kind in _WITHOUT_GOT or _is_section(problem["input"]) else f", got {short_repr(problem['input'])}"
+        hidden = kind in _WITHOUT_GOT or _is_section(problem["input"]) or not _NEVER_SHOWN.isdisjoint(problem["loc"])
+        got = "" if hidden else f", got {short_repr(problem['input'])}"
         yield f"{path}: {key} {rule}{got}" if key and not _is_rule_of_section(problem) else f"{path}: {rule}{got}"
 
 

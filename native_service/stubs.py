@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
+
+from nereid_backend import pulse
+from nereid_backend.pulse import Pulse
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
 _PROC = Path("/proc")
+# A run over its limit may still end by itself; nobody waits for it any more.
+_GRACE_S = 2.0
+# A process that runs nothing beats every two seconds, unless something holds its interpreter or it has been stopped.
+_SILENT_S = 30.0
 
 
 def stubs_of(server: int, model: Path) -> set[int]:
@@ -32,8 +41,10 @@ def is_running(pid: int, model: Path) -> bool:
     """Whether process ``pid``, a stub of ``model`` once, still is: neither gone nor a zombie nor another by now."""
     try:
         return os.fsencode(model / "1" / "model.py") in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # too many open files, say: no proof of anything
+        return True
 
 
 def regions_of(pid: int, prefix: str) -> frozenset[Path]:
@@ -55,3 +66,83 @@ def kill(pids: Iterable[int]) -> None:
 def _parent(entry: Path) -> int:
     # pid (name of any characters) state parent ...
     return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+class StubRecord:
+    """The processes of each model that one tritonserver has loaded, and which models have lost one."""
+
+    def __init__(self, repository: Path, prefix: str, pulses: Path | None) -> None:
+        """``prefix`` begins the names of their regions of shared memory; in ``pulses`` they tell how they are."""
+        self._repository, self._prefix, self._pulses = repository, prefix, pulses
+        # Of each loaded model its processes, and the regions of shared memory of each.
+        self._processes: dict[str, dict[int, frozenset[Path]]] = {}
+        self._instances: dict[str, int] = {}
+        self._dead: set[str] = set()
+
+    def take_note(self, server: int, model: str, before: set[int]) -> None:
+        """``model`` has been loaded; ``before`` are its processes from before the load.
+
+        Triton ends those within a second or so, or keeps them when nothing had changed.
+        """
+        found, known = stubs_of(server, self._repository / model), self._processes.get(model, {})
+        self._processes[model] = self._regions(found - before or found & known.keys())
+        self._instances[model] = len(self._processes[model])
+        self._dead.discard(model)
+
+    def forget(self, model: str) -> None:
+        """``model`` has been unloaded."""
+        self._processes.pop(model, None)
+        self._dead.discard(model)
+
+    def all_died(self) -> None:
+        """The server has ended, and its group with it."""
+        self._dead |= self._processes.keys()
+        self._processes.clear()
+        for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
+            region.unlink(missing_ok=True)
+
+    def look(self, server: int, changing: Collection[str]) -> frozenset[str]:
+        """The models that have lost a process, but for those ``changing``; the memory of the lost is gone after this.
+
+        Nothing else would remove it before the server's end.
+        """
+        for model, running in self._processes.items():
+            gone = [pid for pid in running if not is_running(pid, self._repository / model)]
+            if model in changing or not gone:
+                continue
+            if len(now := stubs_of(server, self._repository / model)) >= self._instances[model]:
+                # The load of an ensemble starts new ones for the models behind it and ends the old ones one by one.
+                self._processes[model] = self._regions(now)
+                continue
+            for file in chain.from_iterable(running.pop(pid) for pid in gone):
+                file.unlink(missing_ok=True)
+            self._dead.add(model)
+        return frozenset(self._dead)
+
+    def find_hung(self, limits: Mapping[str, float]) -> dict[int, str]:
+        """The processes that will not answer any more, each with the reason; ``limits`` are of runs, in seconds.
+
+        Without a limit a run may take for ever.
+        """
+        hung: dict[int, str] = {}
+        if self._pulses is None:
+            return hung
+        for model, running in self._processes.items():
+            for pid in running:
+                if reason := _why_hung(pulse.read(self._pulses / str(pid)), limits.get(model)):
+                    hung[pid] = f"model {model!r}: {reason}; its process is killed"
+        return hung
+
+    def _regions(self, pids: Iterable[int]) -> dict[int, frozenset[Path]]:
+        return {pid: regions_of(pid, self._prefix) for pid in pids}
+
+
+def _why_hung(last: Pulse | None, limit_s: float | None) -> str:
+    """Why a process that told ``last`` will not answer any more; empty when it may."""
+    now = time.monotonic_ns()
+    if last is None:
+        return ""
+    if last.busy_since_ns:
+        over = limit_s is not None and now - last.busy_since_ns > (limit_s + _GRACE_S) * 1e9
+        return f"a run goes on past its time limit of {limit_s:g} s" if over else ""
+    return f"it gave no sign of life for {_SILENT_S:g} s" if now - last.beat_ns > _SILENT_S * 1e9 else ""

@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, envoy_install, preflight
+from native_service import certificates, credentials, embedded_triton, envoy_install, preflight
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converter
+from native_service.envoy_access import Access
+from native_service.envoy_config import HTTP_SOCKET
 from native_service.front import Front
 from native_service.http_endpoints import HttpEndpoints
 from native_service.model_control import ModelControl
 from native_service.run_directory import RunDirectory
-from native_service.settings import Address, Settings
+from native_service.settings import Address, ServerSettings, Settings
 from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from native_service.watchdog import Watchdog
 from nereid_backend.cache import cache_folder
@@ -75,7 +77,7 @@ class Options:
 
 
 async def serve(settings: Settings, options: Options, *, announce: Callable[[str], None] = print) -> int:
-    """Serve until SIGTERM or SIGINT (0), or until Triton ends by itself or Envoy cannot be kept up (1).
+    """Serve until SIGTERM or SIGINT (0), or until Triton or Envoy cannot be kept up (1).
 
     Raises NereidError for a failed start. On every way out nothing is left: no process, no shared memory, no run
     directory, no state file.
@@ -93,18 +95,16 @@ async def serve(settings: Settings, options: Options, *, announce: Callable[[str
             if running is None:
                 _LOG.info("stopped before it was ready")
                 return 0
-            endpoints, triton, front = running
+            endpoints, watchdog, front = running
             if state_file is not None:
                 _write_atomically(state_file, endpoints.to_json())
                 ending.callback(_remove_own, state_file, endpoints.to_json())
             announce(_greeting(endpoints))
-            reason = await _unless(stop, _first(triton.wait(), front.wait()))
+            reason = await _unless(stop, _first(watchdog.watch(), front.wait()))
             if reason is None:
                 _LOG.info("stopping")
                 return 0
             _LOG.error("%s; stopping", reason)
-            # Its stubs hold the sockets of calls in progress: with them gone the clients learn of it.
-            await triton.stop()
             return 1
     finally:
         for number in _STOP_SIGNALS:
@@ -113,11 +113,12 @@ async def serve(settings: Settings, options: Options, *, announce: Callable[[str
 
 async def _start(
     settings: Settings, options: Options, ending: contextlib.AsyncExitStack
-) -> tuple[Endpoints, TritonServer, Front]:
+) -> tuple[Endpoints, Watchdog, Front]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
     for key, address in server.addresses.items():
         _check_free(key, address)
+    access = _access(server)
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
     preflight.check(install)
@@ -129,6 +130,7 @@ async def _start(
         shared_memory_prefix=run.shared_memory_prefix,
         environment=run.environment,
         grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
+        pulses=run.pulses,
     )
     catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
     # Sources that may change while they are served must not be shared with what runs.
@@ -139,37 +141,42 @@ async def _start(
     ending.push_async_callback(triton.stop)
     await triton.start()
     await control.load_converted(converted)
-    front = Front(envoy, run, triton)
+    front = Front(envoy, run, triton, access)
     ending.push_async_callback(front.stop)
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
-    http, where = None, triton.addresses
-    if server.http is not None:
+    http, where = front.http, triton.addresses
+    if http is not None:
         endpoints = HttpEndpoints(
-            server.http,
+            f"{run.short_path}/{HTTP_SOCKET}",
             models=catalogue.models,
-            is_ready=front.is_ready,
+            is_answering=front.is_answering,
             metrics=where.metrics,
             failed=front.failed,
             scripts=lambda: front.script_counts,
             restarts=lambda: control.restarts,
         )
-        http = await endpoints.start()
+        await endpoints.start()
         ending.push_async_callback(endpoints.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
         following = asyncio.create_task(control.follow(options.reread))
-        following.add_done_callback(partial(_report_failure, "the models are not followed any more"))
+        following.add_done_callback(_report_failure)
         ending.callback(following.cancel)
-    watching = asyncio.create_task(Watchdog(catalogue, control).watch())
-    watching.add_done_callback(partial(_report_failure, "models whose process dies are not started again any more"))
-    ending.callback(watching.cancel)
     names = tuple(catalogue.models)
-    return Endpoints(public, http, front.http_address, where.grpc, where.metrics, names), triton, front
+    watchdog = Watchdog(catalogue, control, triton)
+    return Endpoints(public, http, front.http_infer, where.grpc, where.metrics, names), watchdog, front
 
 
-def _report_failure(loss: str, task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _LOG.error("%s; restart the server", loss, exc_info=error)
+def _access(server: ServerSettings) -> Access:
+    """Certificates checked and keys read, before minutes of converting and loading. Raises SettingsError."""
+    if server.tls is not None:
+        certificates.check(server.tls)
+    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
+
+
+def _report_failure(following: asyncio.Task[None]) -> None:
+    if not following.cancelled() and (error := following.exception()) is not None:
+        _LOG.error("the models are not followed any more; restart the server", exc_info=error)
 
 
 async def _first(*work: Coroutine[Any, Any, T]) -> T:

@@ -10,9 +10,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,9 +45,13 @@ _UNLOAD_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 1.0
 _LAST_LINES_S = 0.5
 _STUB_TIMEOUT_S = 60
-_UNLIMITED: tuple[tuple[str, int], ...] = (
+_CHANNEL: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
+    # A new process answers within seconds; gRPC's own back-off grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
 )
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 _KEY_NAME = "nereid-key"
@@ -57,7 +60,10 @@ _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 @dataclass(frozen=True, slots=True)
 class TritonAddresses:
-    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``."""
+    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``.
+
+    Nowhere else: its HTTP inference would be a way around permits and keys.
+    """
 
     grpc: str
     metrics: str
@@ -74,8 +80,11 @@ class TritonServer:
         shared_memory_prefix: str,
         environment: Mapping[str, str] | None = None,
         grpc_socket: str | None = None,
+        pulses: Path | None = None,
     ) -> None:
         """``environment`` is added to this process's own; the prefix names the stubs' regions in /dev/shm.
+
+        In the folder ``pulses`` the stubs tell how they are.
 
         gRPC listens on the Unix socket ``grpc_socket`` (it must end in ``SOCKET_SUFFIX``), or on a port of loopback.
         """
@@ -83,8 +92,9 @@ class TritonServer:
         self._repository = repository
         self._prefix = shared_memory_prefix
         self._environment = {**_environment(install), **(environment or {})}
-        # Other users of this machine may reach loopback; only we may change what is served. Like any argument it
-        # shows in the process list: it keeps programs out by mistake, not a determined local user.
+        # Where gRPC is a port, other users of this machine may reach it; only we may change what is served. Like any
+        # argument it shows in the process list: it keeps programs out by mistake, not a determined local user. A socket
+        # is in a private folder, and needs none.
         self._key = secrets.token_hex(16)
         self._grpc_socket = grpc_socket
         self._log = TritonLog()
@@ -92,14 +102,11 @@ class TritonServer:
         self._readers: list[asyncio.Task[None]] = []
         self._channel: Any = None
         self._addresses: TritonAddresses | None = None
-        self._loading: str | None = None
+        self._loading: set[str] = set()
         self._loaded: set[str] = set()
         self._stuck: set[str] = set()
         self._exit_hangs = False
-        # Of each loaded model its processes, and the regions of shared memory of each.
-        self._processes: dict[str, dict[int, frozenset[Path]]] = {}
-        self._instances: dict[str, int] = {}
-        self._dead: set[str] = set()
+        self._record = stubs.StubRecord(repository, shared_memory_prefix, pulses)
 
     async def __aenter__(self) -> Self:
         return self
@@ -138,14 +145,10 @@ class TritonServer:
     async def start(self) -> None:
         """Return once the gRPC port answers. Raises TritonUnavailable with the reason."""
         for tries_left in reversed(range(_START_TRIES)):
-            addresses = _free_addresses(self._grpc_socket)
-            self._log = TritonLog()
-            self._child = await processes.start(self._command(addresses), self._environment)
-            self._readers = _read_output(self._child, self._log)
-            self._addresses = addresses
-            self._channel = grpc.aio.insecure_channel(addresses.grpc, options=_UNLIMITED)
+            self._addresses = addresses = _free_addresses(self._grpc_socket)
+            self._channel = grpc.aio.insecure_channel(addresses.grpc, options=_CHANNEL)
             try:
-                await self._until_live()
+                await self._launch()
             except TritonUnavailable:
                 await self._end(grace_s=0)
                 # Between our look at a free port and Triton's bind another program may take it.
@@ -155,6 +158,32 @@ class TritonServer:
                 raise
             return
 
+    async def restart(self) -> None:
+        """Start a new process in the place of the one that has ended, at its addresses; the channel stays good.
+
+        What was loaded counts as dead until it is loaded again. Raises TritonUnavailable with the reason.
+        """
+        self._bury()
+        await self._end_process(grace_s=0)
+        await self._launch()
+
+    def _bury(self) -> None:
+        """Nothing that was known of the process that has ended holds any more."""
+        if self._child is not None:
+            # The stubs hold its sockets: with them gone the callers learn of it.
+            self._child.kill_group()
+        self._record.all_died()
+        self._loading.clear()
+        self._loaded.clear()
+        self._stuck.clear()
+        self._exit_hangs = False
+
+    async def _launch(self) -> None:
+        self._log = TritonLog()
+        self._child = await processes.start(self._command(self.addresses), self._environment)
+        self._readers = _read_output(self._child, self._log)
+        await self._until_live()
+
     async def load(self, model: str, timeout_s: float) -> None:
         """Load ``model`` of the repository, or what has become of it there: the one before serves until then.
 
@@ -163,7 +192,7 @@ class TritonServer:
         """
         if model in self._stuck:
             raise ModelLoadError(f"model {model!r} cannot be loaded: an earlier load still hangs; restart the server")
-        self._loading = model
+        self._loading.add(model)
         before = self._stubs(model)
         work = asyncio.ensure_future(self._while_running(self._control("Load", model), f"while loading {model!r}"))
         try:
@@ -181,44 +210,34 @@ class TritonServer:
                 " or raise server.limits.load_timeout_s"
             )
         if model not in self._stuck:
-            self._loading = None
+            self._loading.discard(model)
         if problem:
             self._exit_hangs |= model in self._loaded
             raise ModelLoadError(problem)
         self._loaded.add(model)
-        self._take_note(model, before)
-
-    def _take_note(self, model: str, before: set[int]) -> None:
-        """Of the processes of ``model``, which has been loaded; ``before`` are those from before the load.
-
-        Triton ends the latter within a second or so, or keeps them when nothing had changed.
-        """
-        found, known = self._stubs(model), self._processes.get(model, {})
-        self._processes[model] = self._regions(found - before or found & known.keys())
-        self._instances[model] = len(self._processes[model])
-        self._dead.discard(model)
+        if self.pid is not None:
+            self._record.take_note(self.pid, model, before)
 
     def find_dead(self) -> frozenset[str]:
-        """The loaded models of which a process has died: Triton 2.51 starts none again until the model is loaded.
+        """The models of which a process has died: Triton 2.51 starts none again until the model is loaded.
 
-        Their shared memory, which nothing else would remove before the server's end, is gone after this.
+        Their shared memory is gone after this.
         """
-        for model, running in self._processes.items():
-            gone = [pid for pid in running if not stubs.is_running(pid, self._repository / model)]
-            if model == self._loading or not gone:
-                continue
-            if len(now := self._stubs(model)) >= self._instances[model]:
-                # The load of an ensemble starts new ones for the models behind it and ends the old ones one by one.
-                self._processes[model] = self._regions(now)
-                continue
-            for region in chain.from_iterable(running.pop(pid) for pid in gone):
-                region.unlink(missing_ok=True)
-            self._dead.add(model)
-            self._exit_hangs = True
-        return frozenset(self._dead)
+        if self.pid is None:
+            return frozenset()
+        dead = self._record.look(self.pid, self._loading)
+        self._exit_hangs |= not dead.isdisjoint(self._loaded)
+        return dead
 
-    def _regions(self, pids: Iterable[int]) -> dict[int, frozenset[Path]]:
-        return {pid: stubs.regions_of(pid, self._prefix) for pid in pids}
+    def kill_hung(self, limits: Mapping[str, float]) -> list[str]:
+        """Kill the processes that will not answer any more; a line for each. ``limits`` are of a model's run, in s."""
+        hung = self._record.find_hung(limits)
+        stubs.kill(hung)
+        return [*hung.values()]
+
+    def find_lost(self) -> frozenset[str]:
+        """The dead that no load brings back: an earlier one still hangs."""
+        return frozenset(self._stuck) & self.find_dead()
 
     async def _outcome(self, model: str, work: asyncio.Future[Any]) -> str:
         """Why a load that should be over failed; empty when it did not."""
@@ -236,16 +255,18 @@ class TritonServer:
         """Forget ``model``; calls in progress finish. Raises ModelLoadError with Triton's reason."""
         if model in self._stuck:
             return
-        processes_before = self._processes.pop(model, {})
+        self._loading.add(model)  # its processes may end from here on
         call = self._control("Unload", model, timeout_s=_UNLOAD_TIMEOUT_S)
         try:
             await self._while_running(call, f"while unloading {model!r}")
         except grpc.aio.AioRpcError as error:
-            self._processes[model] = processes_before
             reason = load_failure(error.details() or "")
             raise ModelLoadError(f"model {model!r} could not be unloaded: {reason}") from None
-        self._loaded.discard(model)
-        self._dead.discard(model)
+        else:
+            self._loaded.discard(model)
+            self._record.forget(model)
+        finally:
+            self._loading.discard(model)
 
     def _control(self, verb: str, model: str, *, timeout_s: float | None = None) -> Any:
         """The call RepositoryModelLoad or RepositoryModelUnload, started."""
@@ -304,25 +325,29 @@ class TritonServer:
         return bool(answer.live)
 
     async def wait(self) -> str:
-        """Wait for the process's end, which nobody asked for; the reason as a sentence."""
+        """Wait for the process's end, which nobody asked for; the reason as a sentence. Its models are gone then."""
         if self._child is None:
             raise TritonUnavailable("tritonserver has not been started")
         await self._child.process.wait()
+        self._bury()
         return await self._death("while serving")
 
     async def stop(self) -> None:
         """SIGTERM, bounded wait, SIGKILL of the group; at once SIGKILL while a load is in progress."""
         grace_s = _STOP_HANGING_S if self._exit_hangs else _STOP_GRACE_S
-        await self._end(grace_s=0 if self._loading is not None else grace_s)
+        await self._end(grace_s=0 if self._loading else grace_s)
 
     async def _end(self, grace_s: float) -> None:
-        if self._child is not None:
-            code = await self._child.stop(grace_s)
-            _LOG.debug("tritonserver ended with code %s", code)
+        await self._end_process(grace_s)
         # After the process, so that a call in progress learns of its end and not of a closed channel.
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
+
+    async def _end_process(self, grace_s: float) -> None:
+        if self._child is not None:
+            code = await self._child.stop(grace_s)
+            _LOG.debug("tritonserver ended with code %s", code)
         # The last lines are there already, unless something that left the group holds the pipes for ever.
         if self._readers:
             await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
@@ -366,15 +391,15 @@ class TritonServer:
             host, _, port = str(getattr(addresses, kind)).rpartition(":")
             command += [f"--{kind}-address={host}", f"--{kind}-port={port}"]
         command += [
-            # Triton's own has no guard against requests that it comes to harm by, and knows no permits.
-            "--allow-http=false",
             "--model-control-mode=explicit",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
             f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
-            f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}",
+            "--allow-http=false",
         ]
+        if self._grpc_socket is None:
+            command.append(f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}")
         if self._install.backend_directory is not None:
             command.append(f"--backend-directory={self._install.backend_directory}")
         if self._install.cache_directory is not None:

@@ -1,86 +1,142 @@
-"""Notices that a model's process has died, sends its callers away meanwhile, and starts it again.
+"""Notices that Triton or a model's process has died or hangs, sends callers away meanwhile, and starts it again.
 
-Triton 2.51 does not: every call of such a model ends with INTERNAL from then on, while all its own health stays green.
+Triton 2.51 does not: every call of a model whose process has died ends with INTERNAL from then on, while all its own
+health stays green.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Awaitable, Collection
+from typing import Protocol
 
-from native_service.catalogue import Catalogue
-from native_service.model_control import ModelControl
-from nereid_backend.errors import NereidError
+from native_service.restarts import Pauses, Tries
+from nereid_backend.errors import NereidError, TritonUnavailable
 
 _LOG = logging.getLogger("nereid.watchdog")
 
 _LOOK_S = 0.25
-# Who lives for so long after a restart is started again at once; until then each pause is twice the one before.
-_STEADY_S = 60.0
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MOST_RESTARTS, _RESTART_WINDOW_S = 5, 600.0
 
 
-class _Restart(NamedTuple):
-    """The last restart of a model: when it was over, and how long it had been put off."""
+class Triton(Protocol):
+    """The process that runs the models."""
 
-    over: float
-    pause_s: float
+    @property
+    def is_running(self) -> bool: ...
+
+    def find_lost(self) -> Collection[str]:
+        """The models that only a new process can load."""
+
+    async def wait(self) -> str:
+        """Why it has ended, once it has."""
+
+    async def restart(self) -> None:
+        """A new one, without models, in the place of one that has ended or not. Raises TritonUnavailable."""
+
+
+class Catalogue(Protocol):
+    def find_dead(self) -> list[str]:
+        """The models that cannot answer until they are revived, in the order in which they load."""
+
+    def kill_hung(self) -> list[str]:
+        """Make dead what will not answer any more; a line for the log for each."""
+
+
+class Control(Protocol):
+    """Both raise NereidError."""
+
+    async def route_dead(self) -> None: ...
+
+    async def revive(self, name: str) -> None: ...
 
 
 class Watchdog:
     """``watch`` until cancelled."""
 
-    def __init__(self, catalogue: Catalogue, control: ModelControl) -> None:
-        self._catalogue, self._control = catalogue, control
-        self._restarts: dict[str, _Restart] = {}
+    def __init__(self, catalogue: Catalogue, control: Control, triton: Triton) -> None:
+        self._catalogue, self._control, self._triton = catalogue, control, triton
+        self._pauses: defaultdict[str, Pauses] = defaultdict(Pauses)
         self._reviving: dict[str, asyncio.Task[None]] = {}
+        self._given_up: set[str] = set()
 
-    async def watch(self) -> None:
-        """Look four times a second."""
+    async def watch(self) -> str:
+        """Look after everything until Triton is beyond restarting; the reason as a sentence."""
+        tries, pauses = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S), Pauses()
+        reason = await self._while_it_runs(reload=False)
+        while tries.take():
+            pause_s = pauses.next_s()
+            _LOG.error("%s; it is started again %s, with all its models", reason, _when(pause_s))
+            await self._try(self._control.route_dead())
+            await asyncio.sleep(pause_s)
+            try:
+                await self._triton.restart()
+            except TritonUnavailable as error:
+                reason = str(error)
+            else:
+                pauses.back()
+                reason = await self._while_it_runs(reload=True)
+        return f"{reason}, {tries}"
+
+    async def _while_it_runs(self, *, reload: bool) -> str:
+        """Look after the models, all of which have to be loaded first if ``reload``; why a new process is needed."""
+        ended = asyncio.create_task(self._triton.wait())
+        looking = asyncio.create_task(self._look(reload=reload))
         try:
-            while True:
-                for name in self._catalogue.find_dead():
-                    if name not in self._reviving:
-                        self._reviving[name] = asyncio.create_task(self._revive(name))
-                await asyncio.sleep(_LOOK_S)
+            done, _ = await asyncio.wait((ended, looking), return_when=asyncio.FIRST_COMPLETED)
+            return await (ended if ended in done else looking)
         finally:
-            for task in self._reviving.values():
+            tasks = (ended, looking, *self._reviving.values())
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self, *, reload: bool) -> str:
+        """Four times a second, until a model needs a new Triton."""
+        if reload:
+            # One after the other, as at the start; what fails is dead and has its turn below.
+            for name in self._catalogue.find_dead():
+                await self._try(self._control.revive(name))
+            _LOG.info("tritonserver is back")
+        while True:
+            for line in self._catalogue.kill_hung():
+                _LOG.error("%s", line)
+            dead = self._catalogue.find_dead() if self._triton.is_running else []
+            for name in dead:
+                if name not in self._reviving:
+                    self._reviving[name] = asyncio.create_task(self._revive(name))
+            # A model that brings Triton to this once more is left alone: the others pay for each restart.
+            if lost := set(self._triton.find_lost()) - self._given_up:
+                self._given_up |= lost
+                return f"the load of {', '.join(sorted(lost))} hangs in tritonserver"
+            await asyncio.sleep(_LOOK_S)
 
     async def _revive(self, name: str) -> None:
+        pauses = self._pauses[name]
         try:
-            pause_s = self._pause_s(name)
-            when = f"in {pause_s:g} s" if pause_s else "now"
-            _LOG.error("model %r: its process has died; it is started again %s", name, when)
-            await self._try(name, self._control.route_dead())
+            pause_s = pauses.next_s()
+            _LOG.error("model %r: its process has died; it is started again %s", name, _when(pause_s))
+            await self._try(self._control.route_dead())
             await asyncio.sleep(pause_s)
-            while not await self._try(name, self._control.revive(name)):
-                pause_s = _next_pause_s(pause_s)
-                await asyncio.sleep(pause_s)
-            self._restarts[name] = _Restart(time.monotonic(), pause_s)
+            while not await self._try(self._control.revive(name)):
+                await asyncio.sleep(pauses.next_s())
+            pauses.back()
         finally:
             del self._reviving[name]
 
-    async def _try(self, name: str, change: Awaitable[None]) -> bool:
+    async def _try(self, change: Awaitable[None]) -> bool:
         try:
             await change
         except NereidError as error:
             _LOG.error("%s", error)
             return False
         except Exception:  # noqa: BLE001 - the edge of a task nobody waits for
-            _LOG.exception("model %r: starting it again failed in a way nobody planned for", name)
+            _LOG.exception("starting a model again failed in a way nobody planned for")
             return False
         return True
 
-    def _pause_s(self, name: str) -> float:
-        last = self._restarts.get(name)
-        if last is None or time.monotonic() - last.over > _STEADY_S:
-            return 0.0
-        return _next_pause_s(last.pause_s)
 
-
-def _next_pause_s(pause_s: float) -> float:
-    return min(max(2 * pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+def _when(pause_s: float) -> str:
+    return f"in {pause_s:g} s" if pause_s else "now"

@@ -194,6 +194,6 @@ class OutputRefused(NereidError):
 
 
 class TimeLimitExceeded(NereidError):
-    """A program ran longer than its folder allows."""
+    """A program ran longer than its folder allows, or a call took longer than the settings do."""
 
     code = "DEADLINE_EXCEEDED"

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from nereid_backend.batching import Array, OutputCheck, Staging, padded_size, split
+from nereid_backend.batching import Array, OutputCheck, Staging, padded_size, split, too_many_rows
 from nereid_backend.engines import Engine
 from nereid_backend.errors import InvalidArgument
-from nereid_backend.spec import VARIABLE, ModelSpec, Variant
+from nereid_backend.spec import MAX_SIZE, VARIABLE, ModelSpec, Variant
 
 _LISTED_VARIANTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Programs:
+    """The programs of one variant: their ``sizes``, ascending, none when any number of rows runs."""
+
+    sizes: tuple[int, ...]
+    takes: Container[int]
+    """Rows of a request that one of them runs."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> _Programs:
+        sizes = spec.batch_sizes
+        if sizes and not spec.coalesce:
+            return cls(sizes, frozenset(sizes))
+        return cls(sizes, range((sizes[-1] if sizes else MAX_SIZE) + 1))
 
 
 class Executor:
@@ -26,10 +43,12 @@ class Executor:
     def __init__(self, spec: ModelSpec, engine: Engine) -> None:
         self._spec = spec
         self._engine = engine
-        self._sizes = {variant: spec.at_variant(variant).batch_sizes for variant in spec.variants}
-        self._any_variant = self._sizes.get(())
+        self._programs = {variant: _Programs.of(spec.at_variant(variant)) for variant in spec.variants}
+        self._any_variant = self._programs.get(())
         self._variable = spec.variable_axes
         self._batched = [(i, t.batch_axis, t.name) for i, t in enumerate(spec.inputs) if t.batch_axis is not None]
+        # The programs that may run all requests of a call at once, whatever their sizes are.
+        self._joining = self._any_variant if spec.coalesce and self._batched and not self._variable else None
         self._output_axes = [tensor.batch_axis for tensor in spec.outputs]
         self._staging = Staging(spec.inputs, bounded=self._any_variant is None)
         self._check_outputs = OutputCheck(spec)
@@ -41,9 +60,9 @@ class Executor:
 
         Gives the error of a model that takes any size: it may refuse zeros or ones where real input is fine.
         """
-        for variant, sizes in self._sizes.items():
+        for variant, programs in self._programs.items():
             inputs = self._spec.at_variant(variant).inputs
-            for size in sizes or (1,):
+            for size in programs.sizes or (1,):
                 shapes = [[1 if n == VARIABLE else n for n in tensor.at_batch(size)] for tensor in inputs]
                 zeros = [np.zeros(shape, t.element.numpy) for shape, t in zip(shapes, inputs, strict=True)]
                 try:
@@ -52,27 +71,52 @@ class Executor:
                     self._engine.run(zeros)
                     self.run_s = time.perf_counter() - start
                 except Exception as error:
-                    if sizes:
+                    if programs.sizes:
                         raise
                     return error
         return None
 
     def run(self, requests: Sequence[list[Array]]) -> list[list[Array] | Exception]:
         """The outputs of each request, or why it has none."""
-        results: list[list[Array] | Exception] = [[] for _ in requests]
+        joining = self._joining
+        if joining is not None and (rows := self._rows_of_one_run(requests, joining.takes)) is not None:
+            return self._run_together(requests, rows, joining.sizes)
+        return self._run_apart(requests)
+
+    def _rows_of_one_run(self, requests: Sequence[list[Array]], takes: Container[int]) -> list[int] | None:
+        """The rows of each request when one run takes them all, which is usual; None when they must be sorted out."""
+        rows: list[int] | None = None
+        try:
+            for index, axis, _ in self._batched:
+                counts = [arrays[index].shape[axis] for arrays in requests]
+                if rows is None:
+                    rows = counts
+                elif rows != counts:
+                    return None
+        except IndexError:  # an array of a wrong rank
+            return None
+        return rows if rows and sum(rows) in takes else None
+
+    def _run_apart(self, requests: Sequence[list[Array]]) -> list[list[Array] | Exception]:
+        """Requests of several variants, or more than one run takes, or some that no program takes."""
+        results: list[list[Array] | Exception] = [[]] * len(requests)
         rows = [0] * len(requests)
         groups: dict[Variant, list[int]] = {}
+        variant: Variant = ()
+        programs = self._any_variant
         for index, arrays in enumerate(requests):
             try:
-                rows[index] = self._rows(arrays)
-                variant = tuple(arrays[i].shape[axis] for i, axis in self._variable)
-                self._check_program(variant, rows[index])
+                rows[index] = count = self._rows(arrays)
+                if self._variable:
+                    variant = tuple([arrays[i].shape[axis] for i, axis in self._variable])
+                    programs = self._any_variant or self._programs.get(variant)
+                if programs is None or count not in programs.takes:
+                    raise self._refusal(variant, programs, count)
+                groups.setdefault(variant, []).append(index)
             except Exception as error:  # noqa: BLE001 - arrays of a wrong rank, say: that request's own failure
                 results[index] = error
-            else:
-                groups.setdefault(variant, []).append(index)
         for variant, members in groups.items():
-            sizes = self._sizes_of(variant) or ()
+            sizes = (self._any_variant or self._programs[variant]).sizes
             for shared in self._shared(members, rows, sizes):
                 outcomes = self._run_together([requests[i] for i in shared], [rows[i] for i in shared], sizes)
                 for index, outcome in zip(shared, outcomes, strict=True):
@@ -93,27 +137,21 @@ class Executor:
                 )
         return rows
 
-    def _sizes_of(self, variant: Variant) -> tuple[int, ...] | None:
-        """Compiled sizes of a variant; empty when any number of rows runs, None when there is no such variant."""
-        return self._sizes.get(variant) if self._any_variant is None else self._any_variant
-
-    def _check_program(self, variant: Variant, rows: int) -> None:
-        """Raises InvalidArgument when no program takes ``rows`` rows of ``variant``."""
-        sizes = self._sizes_of(variant)
-        if sizes is None:
-            known = [self._text(v) for v in list(self._sizes)[:_LISTED_VARIANTS]]
-            more = f" and {len(self._sizes) - len(known)} more" if len(self._sizes) > len(known) else ""
-            raise InvalidArgument(
-                f"model {self._spec.name!r} has no program for {self._text(variant)}; compiled are "
-                f"{', '.join(known)}{more}"
+    def _refusal(self, variant: Variant, programs: _Programs | None, rows: int) -> InvalidArgument:
+        """Why no program takes ``rows`` rows of ``variant``."""
+        name = self._spec.name
+        if programs is None:
+            known = [self._text(v) for v in list(self._programs)[:_LISTED_VARIANTS]]
+            more = f" and {len(self._programs) - len(known)} more" if len(self._programs) > len(known) else ""
+            return InvalidArgument(
+                f"model {name!r} has no program for {self._text(variant)}; compiled are {', '.join(known)}{more}"
             )
         if self._spec.coalesce:
-            padded_size(sizes, rows)
-        elif sizes and rows not in sizes:
-            raise InvalidArgument(
-                f"model {self._spec.name!r} has no program for {rows} rows and its batches cannot be padded; "
-                f"send one of {list(sizes)}"
-            )
+            return too_many_rows(programs.sizes, rows)
+        return InvalidArgument(
+            f"model {name!r} has no program for {rows} rows and its batches cannot be padded; "
+            f"send one of {list(programs.sizes)}"
+        )
 
     def _text(self, variant: Variant) -> str:
         """The inputs of a variant as a client writes their shapes, -1 for the batch: ``image[-1, 2, 4]``."""
@@ -124,12 +162,15 @@ class Executor:
         named = dict.fromkeys(index for index, _ in self._variable)
         return " ".join(f"{spec.inputs[index].name}{shapes[index]}" for index in named)
 
-    def _shared(self, members: Sequence[int], rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    def _shared(self, members: list[int], rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
         """The requests of each run, in order: as many whole ones as the largest size holds."""
         if not self._spec.coalesce:
             yield from ([index] for index in members)
             return
         limit = sizes[-1] if sizes else math.inf
+        if len(members) == 1 or sum([rows[index] for index in members]) <= limit:
+            yield members
+            return
         shared: list[int] = []
         total = 0
         for index in members:
@@ -142,9 +183,9 @@ class Executor:
 
     def _run_together(
         self, requests: Sequence[list[Array]], rows: Sequence[int], sizes: Sequence[int]
-    ) -> Sequence[list[Array] | Exception]:
+    ) -> list[list[Array] | Exception]:
         try:
-            return self._run(requests, rows, sizes)
+            return [*self._run(requests, rows, sizes)]
         except Exception as error:  # noqa: BLE001 - the process edge: whatever a model raises ends here
             if len(rows) == 1:
                 return [error]
@@ -158,6 +199,8 @@ class Executor:
         outputs = self._engine.run(batch)
         self.run_s += 0.1 * (time.perf_counter() - start - self.run_s)
         outputs = self._check_outputs(outputs, size)
+        if len(rows) == 1 and rows[0] == size:
+            return [outputs]
         # An identity model returns its input, which the next run overwrites.
         outputs = [output.copy() if self._staging.owns(output) else output for output in outputs]
-        return split(outputs, self._output_axes, rows) if self._spec.coalesce else [outputs]
+        return split(outputs, self._output_axes, rows)

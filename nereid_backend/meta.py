@@ -51,7 +51,7 @@ class TritonPythonModel(model.TritonPythonModel):
         self._meta = user_code.load(directory, spec.name, MetaModel, "register_meta_model")
         access = TensorAccess(pb_utils)
         self._views = [(tensor.name, access.view(tensor), spec.is_scalar(tensor)) for tensor in spec.inputs]
-        self._writers = [(access.writer(tensor), spec.is_scalar(tensor)) for tensor in spec.outputs]
+        self._writers = [access.writer(tensor, scalar=spec.is_scalar(tensor)) for tensor in spec.outputs]
         self._check_outputs = OutputCheck(spec)
         self._callees = {callee.name: _Callee(callee, access) for callee in spec.calls or ()}
 

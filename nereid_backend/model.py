@@ -12,9 +12,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from nereid_backend import pulse
 from nereid_backend.batching import Array
 from nereid_backend.engines import Engine, engine_class
 from nereid_backend.errors import CODE_IN_TEXT, Cancelled, InvalidArgument, NereidError
@@ -53,6 +53,7 @@ class TritonPythonModel:
             pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
             reason = (str(error).splitlines() or [""])[0]
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {reason}") from error
+        self.execute = pulse.told(self.execute)  # type: ignore[method-assign, assignment]
 
     def _open(self, spec: ModelSpec, directory: Path) -> None:
         self._spec = spec
@@ -60,8 +61,8 @@ class TritonPythonModel:
         executor = Executor(spec, self._engine)
         self._executor = executor if spec.hooks is None else Pipeline(spec, executor, directory)
         access = TensorAccess(pb_utils)
-        self._readers = [(access.reader(t), spec.is_scalar(t)) for t in spec.client_inputs]
-        self._writers = [(access.writer(t), spec.is_scalar(t)) for t in spec.client_outputs]
+        self._readers = [access.reader(t, scalar=spec.is_scalar(t)) for t in spec.client_inputs]
+        self._writers = [access.writer(t, scalar=spec.is_scalar(t)) for t in spec.client_outputs]
         if (problem := executor.warm_up()) is not None:
             pb_utils.Logger.log_warn(f"model {spec.name!r}: the warm-up run on zeros failed: {problem}")
 
@@ -75,42 +76,27 @@ class TritonPythonModel:
                 if ask and request.is_cancelled():
                     responses[index] = failure("the request was cancelled", "CANCELLED")
                     continue
-                arrays = self._read_inputs(request)
+                inputs.append([read(request) for read in self._readers])
+                accepted.append(index)
             except Exception as error:  # noqa: BLE001 - one unreadable request must not fail its neighbours
                 responses[index] = self._report(request, error)
-                continue
-            accepted.append(index)
-            inputs.append(arrays)
         for index, result in zip(accepted, self._executor.run(inputs), strict=True):
-            responses[index] = self._respond(requests[index], result)
-        return responses
-
-    def _respond(self, request: Any, result: list[Array] | Exception) -> Any:
-        if not isinstance(result, Exception):
+            if isinstance(result, Exception):
+                responses[index] = self._report(requests[index], result)
+                continue
             try:
-                return pb_utils.InferenceResponse(self._write_outputs(result))
+                responses[index] = pb_utils.InferenceResponse(self._write_outputs(result))
             except Exception as error:  # noqa: BLE001 - outputs that cannot be handed over fail their own request only
-                result = error
-        return self._report(request, result)
+                responses[index] = self._report(requests[index], error)
+        return responses
 
     def finalize(self) -> None:
         if isinstance(self._executor, Pipeline):
             self._executor.close()
         self._engine.close()
 
-    def _read_inputs(self, request: Any) -> list[Array]:
-        # A scalar per request or per row travels as a dimension of 1: Triton has no rank 0.
-        arrays = []
-        for read, scalar in self._readers:
-            array = read(request)
-            arrays.append(array.reshape(array.shape[:-1]) if scalar else array)
-        return arrays
-
     def _write_outputs(self, arrays: list[Array]) -> list[Any]:
-        return [
-            write(array[..., np.newaxis] if scalar else array)
-            for (write, scalar), array in zip(self._writers, arrays, strict=True)
-        ]
+        return [write(array) for write, array in zip(self._writers, arrays, strict=True)]
 
     def _report(self, request: Any, error: BaseException) -> Any:
         """The error response of one request; the log gets the whole story, the client a short text."""

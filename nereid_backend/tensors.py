@@ -123,18 +123,24 @@ def _read_bf16(tensor: Any, dtype: np.dtype[Any]) -> Array:
 
 
 class TensorAccess:
-    """Makes the functions that read and write one tensor each, chosen once for this interpreter's numpy."""
+    """Makes the functions that read and write one tensor each, chosen once for this interpreter's numpy.
+
+    A ``scalar`` per request or per row travels with a last dimension of 1 of its own: Triton has no rank 0.
+    """
 
     def __init__(self, pb_utils: Any, numpy_version: str = np.__version__) -> None:
         self._tensor = pb_utils.Tensor
         self._get_input = pb_utils.get_input_tensor_by_name
         self._dlpack = int(numpy_version.partition(".")[0]) >= 2
 
-    def reader(self, spec: TensorSpec) -> Callable[[Any], Array]:
+    def reader(self, spec: TensorSpec, *, scalar: bool = False) -> Callable[[Any], Array]:
         """A function from a request to the array of input ``spec``.
 
         The array is a view of Triton's shared memory, valid until the response is sent; BF16 is a copy.
         """
+        if scalar:
+            read = self.reader(spec)
+            return lambda request: read(request)[..., 0]
         get_input, name = self._get_input, spec.name
         if spec.dtype == "bf16":
             bfloat16 = spec.element.numpy
@@ -153,8 +159,11 @@ class TensorAccess:
             return lambda tensor: _read_bf16(tensor, bfloat16)
         return np.from_dlpack
 
-    def writer(self, spec: TensorSpec) -> Callable[[Array], Any]:
+    def writer(self, spec: TensorSpec, *, scalar: bool = False) -> Callable[[Array], Any]:
         """A function from an array to the output tensor ``spec``; strided arrays arrive exact."""
+        if scalar:
+            write = self.writer(spec)
+            return lambda array: write(array[..., np.newaxis])
         tensor, name = self._tensor, spec.name
         if self._dlpack or spec.dtype == "bf16":
             return lambda array: tensor.from_dlpack(name, Capsule(array))

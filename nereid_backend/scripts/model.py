@@ -23,6 +23,7 @@ from urllib.parse import quote
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from nereid_backend import pulse
 from nereid_backend.errors import CODE_IN_TEXT, Cancelled, EngineError, InvalidArgument, NereidError, OutputError
 from nereid_backend.model import failure, open_streams
 from nereid_backend.scripts import MAIN_FILE, PROGRAM_FILE, PYTHON, SCRIPT_FOLDER, child, environment, frame
@@ -62,6 +63,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
         except OSError as error:
             raise pb_utils.TritonModelException(f"the folder for outputs: {error.strerror}") from error
+        self.execute = pulse.told(self.execute)  # type: ignore[method-assign, assignment]
 
     def _open(self, spec: ModelSpec, folder: Path) -> None:
         if spec.script is None:

@@ -17,6 +17,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from native_service import envoy_install, metrics
+from native_service.envoy_access import OPEN, Access
 from native_service.envoy_config import Admitted
 from native_service.front import Front
 from native_service.grpc_edge import Inference
@@ -59,6 +60,7 @@ class FakeTriton:
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.metadata: list[dict[str, Any]] = []
         self.deadlines: list[float | None] = []
         self.cancelled = 0
         self.outputs: tuple[str, ...] = ("output",)
@@ -67,6 +69,7 @@ class FakeTriton:
 
     async def infer(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         self.deadlines.append(context.time_remaining())
         self.entered.set()
         try:
@@ -170,7 +173,9 @@ async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncItera
 class Fronted:
     """The whole front with a fake Triton behind it, and a channel to the public address."""
 
-    def __init__(self, server: FakeServer, front: Front, address: str, channel: Any) -> None:
+    def __init__(self, server: FakeServer, front: Front, address: str, channel: Any, folder: Path) -> None:
+        self.folder = folder
+        """The run directory."""
         self.server = server
         self.triton = server.triton
         self.front = front
@@ -180,7 +185,7 @@ class Fronted:
     @property
     def http(self) -> str:
         """Where KServe v2 over HTTP is."""
-        return f"http://{self.front.http_address}"
+        return f"http://{self.front.http_infer}"
 
     async def permits_in_use(self, model: str = "adder") -> int:
         return (await self.front.admin.permits_in_use())[model]
@@ -195,20 +200,30 @@ class Fronted:
 
 @asynccontextmanager
 async def fronted(
-    folder: Path, *specs: ModelSpec, capacity: int = 2, limits: Limits | None = None, bind: str = "127.0.0.1:0"
+    folder: Path,
+    *specs: ModelSpec,
+    capacity: int = 2,
+    limits: Limits | None = None,
+    bind: str = "127.0.0.1:0",
+    http: str | None = None,
+    access: Access = OPEN,
 ) -> AsyncIterator[Fronted]:
     triton = FakeTriton()
     run = RunDirectory.open(folder)
     try:
         async with FakeServer(triton) as back:
-            front = Front(envoy_install.find(), run, back)  # type: ignore[arg-type]
+            front = Front(envoy_install.find(), run, back, access)  # type: ignore[arg-type]
             settings = ServerSettings(
-                bind_addr=bind, http_infer_addr="127.0.0.1:0", ml_backends_path=".", limits=limits or Limits()
+                bind_addr=bind,
+                http_addr=http,
+                http_infer_addr="127.0.0.1:0",
+                ml_backends_path=".",
+                limits=limits or Limits(),
             )
             try:
                 address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
                 async with grpc.aio.insecure_channel(address) as channel:
-                    yield Fronted(back, front, address, channel)
+                    yield Fronted(back, front, address, channel, run.path)
             finally:
                 await front.stop()
     finally:

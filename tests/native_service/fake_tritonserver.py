@@ -29,9 +29,9 @@ def log(level: str, text: str) -> None:
 
 
 def load(request: pb.RepositoryModelLoadRequest, context: grpc.ServicerContext) -> pb.RepositoryModelLoadResponse:
-    protocols, key = options["grpc-restricted-protocol"].split("=")
+    protocols, _, key = options.get("grpc-restricted-protocol", "").partition("=")
     header = "triton-grpc-protocol-" + protocols.partition(":")[2]
-    if dict(context.invocation_metadata()).get(header) != key:
+    if key and dict(context.invocation_metadata()).get(header) != key:
         context.abort(grpc.StatusCode.UNAVAILABLE, f"This protocol is restricted, expecting header '{header}'")
     if request.model_name == "hangs":
         print("waiting for godot", flush=True)

@@ -30,6 +30,12 @@ def convert(source, target, *, name, device, **options):
     if name == "crashes":
         print("last words", file=sys.stderr, flush=True)
         os.abort()
+    if name.startswith("killed"):
+        note = Path(source).with_name("note")
+        if name == "killed" or not note.exists():
+            note.touch()
+            (target / "half").mkdir()
+            os.kill(os.getpid(), 9)
     if name == "slow":
         time.sleep(60)
     if name == "wrong":
@@ -101,6 +107,16 @@ def test_a_model_s_failure_does_not_touch_the_next(folder: Path) -> None:
         assert len((await convert(converter, folder, "large")).inputs) == 2000
 
     run(scenario)
+
+
+def test_a_conversion_that_somebody_kills_is_tried_once_more(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(converter: Converter) -> None:
+        assert (await convert(converter, folder, "killed-once")).name == "killed-once"
+        assert [path.name for path in (folder.parent / "repository").iterdir()] == ["killed-once"]
+        assert "ended unexpectedly (signal 9)" in await problem(converter, folder, "killed")
+
+    run(scenario)
+    assert caplog.text.count("trying once more") == 2
 
 
 def test_the_options_of_a_model_reach_its_conversion(folder: Path) -> None:

@@ -122,6 +122,16 @@ def test_a_port_somebody_has_is_one_message(fronting: Fronting, spec: Spec) -> N
     asyncio.run(scenario())
 
 
+def test_a_port_for_health_that_somebody_has_is_one_message(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            with pytest.raises(SettingsError, match=f"server.http_addr {service.address} cannot be bound"):
+                async with fronting(spec(), http=service.address):
+                    pass
+
+    asyncio.run(scenario())
+
+
 def test_a_stream_nobody_uses_does_not_keep_the_front_from_stopping(
     fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -736,5 +746,56 @@ def test_a_model_that_is_away_is_unavailable_on_all_surfaces_and_the_others_answ
                 assert (await infer(service.channel, infer_request(model="other"))).outputs
             assert await service.failures() == {("adder", "BACKEND"): 3}
             assert await service.front.admin.permits_in_use() == {"adder": 0, "other": 0}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "deadline_s", "handed_on_s"),
+    [
+        (None, None, None),
+        (None, 7, 7),
+        (5, None, 5),
+        (5, 2, 2),
+        (5, 9, 5),
+        (0.5, 3600 * 24 * 9, 0.5),
+        (3600 * 30, None, 3600 * 30),
+    ],
+)
+@pytest.mark.parametrize("shape", [(1, 16), (16,)])
+def test_a_call_may_take_as_long_as_its_client_waits_and_no_longer_than_the_model_may(
+    fronting: Fronting,
+    spec: Spec,
+    limit_s: float | None,
+    deadline_s: float | None,
+    handed_on_s: float | None,
+    shape: Any,
+) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            await service.front.set_models([Admitted(spec(), 2, time_limit_s=limit_s)])
+            await infer(service.channel, infer_request(shape), timeout=deadline_s)
+            (found,) = service.triton.deadlines
+            if handed_on_s is None:
+                assert found is None or found > 1e6
+            else:
+                assert 0.5 * handed_on_s < found < 1.1 * handed_on_s  # some time has passed; gRPC rounds up
+
+    asyncio.run(scenario())
+
+
+def test_what_takes_longer_than_the_model_may_is_told_so(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            await service.front.set_models([Admitted(spec(), 2, time_limit_s=0.3)])
+            service.triton.behave = service.triton.never
+            code, text = await status(infer(service.channel, infer_request((16,))))
+            assert (code, text) == (
+                grpc.StatusCode.DEADLINE_EXCEEDED, "model 'adder' took longer than its time limit of 0.3 s",
+            )  # fmt: skip
+            assert (await status(infer(service.channel)))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+            await until_permits(service, 0)
+            await service.front.set_models([Admitted(spec(), 2)])
+            assert (await status(infer(service.channel, timeout=0.5)))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
 
     asyncio.run(scenario())

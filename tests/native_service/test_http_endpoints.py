@@ -1,19 +1,24 @@
 import asyncio
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, UnixConnector, web
 
 from native_service.envoy_config import Admitted
 from native_service.http_endpoints import HttpEndpoints
 from native_service.metrics import Failed
-from native_service.settings import Address
-from nereid_backend.errors import SettingsError
 from nereid_backend.spec import ModelSpec
 
-LOOPBACK = Address("127.0.0.1", 0)
-MODELS = {name: Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, away=name == "away") for name in ("m", "away")}
+
+def admitted(name: str, **how: bool) -> Admitted:
+    return Admitted(ModelSpec(name, "fake", "fake", (), (), ()), 1, **how)
+
+
+MODELS = {"m": admitted("m"), "away": admitted("away", away=True, required=False)}
+LACKING = {**MODELS, "needed": admitted("needed", away=True)}
 METRICS = """\
 # TYPE nv_inference_request_failure counter
 nv_inference_request_failure{model="m",reason="OTHER",version="1"} 3
@@ -24,7 +29,11 @@ nv_inference_count{model="m",version="1"} 7
 
 
 @asynccontextmanager
-async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, web.AppRunner]]:
+async def endpoints(
+    ready: bool | None = True, models: Mapping[str, Admitted] = MappingProxyType(MODELS)
+) -> AsyncIterator[tuple[str, ClientSession, web.AppRunner]]:
+    """The socket, a session that goes through it, and the Triton behind."""
+
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=METRICS)
 
@@ -43,17 +52,21 @@ async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, w
         return Failed({("m", 8): 2}, {})
 
     metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
-    served = HttpEndpoints(
-        LOOPBACK,
-        models=MODELS,
-        is_ready=is_ready,
-        metrics=metrics_address,
-        failed=failed,
-        restarts=lambda: {"m": 0, "away": 3},
-    )
-    yield await served.start(), triton
-    await served.stop()
-    await triton.cleanup()
+    with tempfile.TemporaryDirectory() as folder:
+        socket = f"{folder}/http.sock"
+        served = HttpEndpoints(
+            socket,
+            models=models,
+            is_answering=is_ready,
+            metrics=metrics_address,
+            failed=failed,
+            restarts=lambda: {"m": 0, "away": 3},
+        )
+        await served.start()
+        async with ClientSession("http://nereid", connector=UnixConnector(socket)) as session:
+            yield socket, session, triton
+        await served.stop()
+        await triton.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -74,20 +87,28 @@ async def endpoints(ready: bool | None = True) -> AsyncIterator[tuple[Address, w
 )
 def test_each_path_has_its_status(path: str, ready: bool, status: int) -> None:
     async def scenario() -> None:
-        async with (
-            endpoints(ready) as (address, _),
-            ClientSession() as session,
-            session.get(f"http://{address}{path}") as answer,
-        ):
+        async with endpoints(ready) as (_, session, _), session.get(path) as answer:
             assert answer.status == status
+
+    asyncio.run(scenario())
+
+
+def test_a_required_model_that_is_away_takes_the_server_out_of_service_and_no_other_model() -> None:
+    async def scenario() -> None:
+        async with endpoints(models=LACKING) as (_, session, _):
+            statuses = {}
+            for path in ("health", "models/m", "models/needed"):
+                async with session.get(f"/v2/{path}/ready") as answer:
+                    statuses[path] = answer.status
+            assert statuses == {"health": 400, "models/m": 200, "models/needed": 400}
 
     asyncio.run(scenario())
 
 
 def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
     async def scenario() -> None:
-        async with endpoints() as (address, triton), ClientSession() as session:
-            async with session.get(f"http://{address}/metrics") as answer:
+        async with endpoints() as (_, session, triton):
+            async with session.get("/metrics") as answer:
                 assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
                 expected = METRICS.replace('m",reason="REJECTED",version="1"} 1', 'm",reason="REJECTED",version="1"} 3')
                 expected += (
@@ -98,7 +119,7 @@ def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
                 )
                 assert await answer.text() == expected
             await triton.cleanup()
-            async with session.get(f"http://{address}/metrics") as answer:
+            async with session.get("/metrics") as answer:
                 assert answer.status == 503
 
     asyncio.run(scenario())
@@ -109,8 +130,8 @@ def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
 )
 def test_what_is_no_http_leaves_no_trace_in_the_log(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with endpoints() as (address, _):
-            reader, writer = await asyncio.open_connection(*address)
+        async with endpoints() as (socket, _, _):
+            reader, writer = await asyncio.open_unix_connection(socket)
             writer.write(data)
             assert (await reader.readline()).split()[1] == b"400"
             writer.close()
@@ -121,28 +142,8 @@ def test_what_is_no_http_leaves_no_trace_in_the_log(data: bytes, caplog: pytest.
 
 def test_a_question_that_fails_in_our_code_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with (
-            endpoints(ready=None) as (address, _),
-            ClientSession() as session,
-            session.get(f"http://{address}/v2/health/ready") as answer,
-        ):
+        async with endpoints(ready=None) as (_, session, _), session.get("/v2/health/ready") as answer:
             assert answer.status == 500
 
     asyncio.run(scenario())
     assert "ZeroDivisionError" in caplog.text
-
-
-def test_a_port_somebody_has_is_one_message() -> None:
-    async def scenario() -> None:
-        async with endpoints() as (address, _):
-            second = HttpEndpoints(
-                address,
-                models={},
-                is_ready=lambda: asyncio.sleep(0, True),
-                metrics="127.0.0.1:1",
-                failed=lambda: asyncio.sleep(0, Failed({}, {})),
-            )
-            with pytest.raises(SettingsError, match=r"server.http_addr 127.0.0.1:\d+ cannot be bound"):
-                await second.start()
-
-    asyncio.run(scenario())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hashlib
 import json
 import random
+import re
 import zlib
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +18,11 @@ import grpc
 import numpy as np
 import pytest
 
+from native_service import roles
+from native_service.credentials import Credentials
+from native_service.envoy_access import Access
+from native_service.envoy_scripts import KSERVE
+from native_service.kserve_http import ROUTES
 from native_service.settings import Limits
 from nereid_backend.spec import ModelSpec
 
@@ -257,7 +264,7 @@ def test_random_bytes_are_answered_or_closed_and_the_next_client_is_served(front
     async def scenario() -> None:
         chance = random.Random(1)
         async with fronting(spec()) as service, session(service) as client:
-            address = service.front.http_address
+            address = service.front.http_infer
             for _ in range(50):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
                 head = chance.choice([b"", b"POST /v2/models/adder/infer HTTP/1.1\r\nHost: x\r\n", b"GET /v2"])
@@ -268,6 +275,32 @@ def test_random_bytes_are_answered_or_closed_and_the_next_client_is_served(front
                         await reader.read()
                 writer.close()
             assert await outputs(client, json=body())
+
+    asyncio.run(scenario())
+
+
+def test_each_path_needs_the_role_of_the_call_that_it_means() -> None:
+    for (verb, path), method in ROUTES.items():
+        named = re.sub(r"{\w+}", "NAME", path)
+        role = roles.HTTP.get(roles.HttpCall(verb, named), roles.Role.ADMIN)
+        assert role is roles.RPCS[f"/{KSERVE}/{method}"], path
+
+
+def test_callers_over_http_need_a_key_with_the_role(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        keys = {hashlib.sha256(name.encode()).hexdigest(): role for name, role in roles.NAMES.items()}
+        access = Access(credentials=Credentials(keys))
+        async with fronting(spec(), access=access) as service, session(service) as client:
+            for key, expected in (({}, 401), ({"x-api-key": "x"}, 401), ({"x-api-key": "read_only"}, 403)):
+                for path in (INFER, "/v2//models/adder/infer", "/v2/x/../models/adder/infer?a=b"):
+                    async with client.post(path, json=body(), headers=key) as answer:
+                        assert answer.status == expected, path
+            assert not service.triton.requests
+            assert await outputs(client, json=body(), headers={"authorization": "Bearer inference"})
+            async with client.get("/v2/health/ready") as answer:
+                assert answer.status == 200
+            async with client.post("/v2/systemsharedmemory/unregister", headers={"x-api-key": "inference"}) as answer:
+                assert answer.status == 403
 
     asyncio.run(scenario())
 
@@ -293,7 +326,7 @@ def test_what_is_not_served_or_not_offered_is_told_in_json(fronting: Fronting, s
 def test_a_client_that_reads_slowly_holds_its_answer_and_no_permit(fronting: Fronting, spec: Spec) -> None:
     async def scenario() -> None:
         async with fronting(spec(dims=(-1,)), capacity=1) as service, session(service) as client:
-            address = service.front.http_address
+            address = service.front.http_infer
             request = binary(np.zeros((1, 8 * MIB), np.float32))
             reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
             [(name, length)] = request["headers"].items()

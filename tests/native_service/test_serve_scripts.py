@@ -89,6 +89,7 @@ SCRIPTS = {
         "import subprocess; p = subprocess.Popen(['sleep', '600']); print(os.getpid(), p.pid); time.sleep(600)",
     ),
     "limited": ("output_shape: [1]\ntime_limit_s: 1", "print('begun'); time.sleep(600)"),
+    "bounded": ("output_shape: [1]", "print(os.getpid()); time.sleep(600)"),
     "second": ("output_shape: [1]", "time.sleep(1); answer([1], [1])"),
     "secrets": ("output_shape: [1]", "print(sorted(os.environ)); print(os.getcwd()); answer([1], [1])"),
     "doomed": ("output_shape: [1]", "print(os.getpid(), flush=True); time.sleep(600)"),
@@ -103,6 +104,7 @@ SCRIPTS = {
     ),
 }
 CAPACITY = {"second": 1, "sleeper": 2}
+OPTIONS = {"bounded": "time_limit_s: 1"}
 CPP_ADD = """
 #include <cstdio>
 #include <cstdlib>
@@ -132,7 +134,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (cpp / "main.cpp").write_text(CPP_ADD)
     (cpp / "model_inference.textproto").write_text("input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 8\n")
     names = [*SCRIPTS, *(["cppadd"] if COMPILER else [])]
-    entries = "".join(f"  - {{name: {n}, device: cpu, queue_capacity: {CAPACITY.get(n, 8)}}}\n" for n in names)
+    entries = "".join(
+        f"  - {{name: {n}, device: cpu, queue_capacity: {CAPACITY.get(n, 8)}, options: {{{OPTIONS.get(n, '')}}}}}\n"
+        for n in names
+    )
     (folder / "nereid.yaml").write_text(
         f"server: {{bind_addr: '127.0.0.1:0', http_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{entries}"
     )
@@ -341,6 +346,18 @@ def test_a_script_that_leaves_nothing_is_a_failed_precondition(client: Any) -> N
 
 def test_the_time_limit_ends_a_unary_call_too(client: Any) -> None:
     assert refused(client, "limited")[0] == "DEADLINE_EXCEEDED"
+
+
+def test_the_time_limit_of_the_settings_holds_for_scripts_as_well(client: Any, served: Served) -> None:
+    assert refused(client, "bounded") == (
+        "DEADLINE_EXCEEDED", "model 'bounded' took longer than its time limit of 1 s",
+    )  # fmt: skip
+    live = Live(served, "bounded")
+    with pytest.raises(grpc.RpcError) as caught:
+        list(live.call)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    live.channel.close()
+    assert gone_within(live.pids, 10)
 
 
 def test_a_script_sees_no_secret_of_the_server_and_runs_in_its_folder(served: Served) -> None:

@@ -121,6 +121,68 @@ def test_an_address_for_everybody_needs_an_explicit_yes(file: Path) -> None:
     assert loaded.server.bind.host == "0.0.0.0"
 
 
+PROTECTED = (
+    "models\n  tls: {cert: tls/c.pem, key: tls/k.pem%s}\n  auth: {keys: [{name: a, role: admin, key_file: k}]}\n"
+)
+
+
+def test_an_address_for_everybody_needs_no_yes_with_tls_and_keys(file: Path) -> None:
+    text = GOOD.replace("127.0.0.1", "0.0.0.0")
+    server = load(file, text.replace("models\n", PROTECTED % "", 1)).server
+    assert server.tls is not None
+    assert server.auth is not None
+    assert (server.tls.cert, server.tls.client_ca) == (str(file.parent / "tls/c.pem"), None)
+    assert server.auth.keys[0].key_file == str(file.parent / "k")
+    moved = settings.with_addresses(load(file, text.replace("models\n", PROTECTED % "", 1)), "0.0.0.0:1", None)
+    assert moved.server.auth == server.auth
+
+
+@pytest.mark.parametrize(
+    ("left", "missing"),
+    [
+        ("", "server.tls and server.auth"),
+        ("  tls: {cert: c, key: k}\n", "server.auth"),
+        ("  auth: {jwt: {secret_env: S}}\n", "server.tls"),
+        ("  auth: {jwt: {secret_env: S}}\n  http_addr: 0.0.0.0:1\n", "server.tls"),
+    ],
+)
+def test_the_refusal_of_an_open_address_says_what_is_missing(file: Path, left: str, missing: str) -> None:
+    text = GOOD.replace("127.0.0.1", "0.0.0.0").replace("models\n", f"models\n{left}", 1)
+    assert f"is reachable from other machines without {missing}; add that, use 127.0.0.1," in problem(file, text)
+
+
+def test_certificates_of_clients_protect_the_calls_but_not_the_metrics(file: Path) -> None:
+    text = GOOD.replace("127.0.0.1", "0.0.0.0")
+    tls = "models\n  tls: {cert: c, key: k, client_ca: a}\n"
+    assert load(file, text.replace("models\n", tls, 1)).server.auth is None
+    both = text.replace("models\n", f"{tls}  http_addr: 0.0.0.0:1\n", 1)
+    assert "http_addr 0.0.0.0:1 is reachable from other machines without server.auth;" in problem(file, both)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("auth: {}", "server.auth needs keys or jwt; without either nobody could call"),
+        ("auth: {keys: [{name: a, role: boss, key_file: k}]}", "server.auth.keys[0].role"),
+        ("auth: {keys: [{name: a, role: admin}]}", "each key needs exactly one of key_file, key_env and sha256"),
+        ("auth: {keys: [{name: a, role: admin, key: 5ecret}]}", "server.auth.keys[0].key is not a known key"),
+        ("auth: {keys: [{name: a, role: admin, sha256: 5ecret}]}", "must be a SHA-256 digest, 64 hexadecimal digits"),
+        (
+            "auth: {keys: [{name: a, role: admin, key_env: 5ecret}]}",
+            "must be the name of a variable of the environment",
+        ),
+        ("auth: {jwt: {secret: 5ecret, secret_env: A}}", "server.auth.jwt.secret is not a known key"),
+        ("auth: {jwt: {secret_file: a, secret_env: A}}", "needs exactly one of secret_file and secret_env"),
+        ("auth: {jwt: {secret_env: A, algorithm: none}}", "server.auth.jwt.algorithm"),
+        ("tls: {cert: a}", "server.tls.key is required; add it"),
+    ],
+)
+def test_a_wrong_section_of_access_is_told_and_no_key_is_shown(file: Path, section: str, message: str) -> None:
+    told = problem(file, GOOD.replace("models\n", f"models\n  {section}\n", 1))
+    assert message in told
+    assert "5ecret" not in told
+
+
 def test_ipv6_addresses_stand_in_brackets(file: Path) -> None:
     assert load(file, GOOD.replace("127.0.0.1", "[::1]")).server.bind == settings.Address("::1", 50051)
     assert "IP:port" in problem(file, GOOD.replace("127.0.0.1", "::1"))

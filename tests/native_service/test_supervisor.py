@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -23,7 +24,7 @@ def model_name(path):
     return path.name
 
 def convert(source, target, *, name, **_):
-    (target / name).mkdir()
+    (target / name / "1").mkdir(parents=True)
     if name.startswith("wrong"):
         raise ManifestError("manifest.yaml: outputs are missing")
     if name.startswith("slow"):
@@ -84,9 +85,19 @@ class Nereid:
                 pytest.fail(f"not reached: {self.process.communicate()}")
             time.sleep(0.02)
 
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=20)
+    def end(self, timeout_s: float = 20) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
+
+    def of_triton(self, address: str) -> list[int]:
+        """The processes of the tritonserver whose port of metrics is that of ``address``."""
+        port = f"--metrics-port={address.rpartition(':')[2]}"
+        found = []
+        for pid in filter(str.isdigit, self.left()):
+            with suppress(OSError):
+                if port in (Path("/proc") / pid / "cmdline").read_text().split("\0"):
+                    found.append(int(pid))
+        return found
 
     def left(self) -> list[str]:
         """What is still there of any run: marked processes, run folders, the state file."""
@@ -167,15 +178,21 @@ def test_a_model_that_cannot_be_loaded_stops_the_start(nereid: Nereid) -> None:
     assert nereid.left() == []
 
 
-def test_the_end_of_triton_ends_the_service_with_1(nereid: Nereid) -> None:
+def test_a_triton_that_ends_is_started_again_and_one_that_cannot_be_is_the_end_with_1(
+    nereid: Nereid, tritonserver: Path
+) -> None:
     nereid.start("a")
-    nereid.ready()
-    for pid in nereid.left():
-        if pid.isdigit():
-            os.kill(int(pid), signal.SIGKILL)
-    code, _, err = nereid.end()
+    address = str(nereid.ready()["triton_metrics"])
+    (first,) = nereid.of_triton(address)
+    os.kill(first, signal.SIGKILL)
+    nereid.until(lambda: nereid.of_triton(address) not in ([], [first]))
+    tritonserver.write_text(f"#!{sys.executable}\nraise SystemExit('no such luck')\n")
+    for pid in nereid.of_triton(address):
+        os.kill(pid, signal.SIGKILL)
+    code, _, err = nereid.end(timeout_s=60)  # the pauses alone are 15 s
     assert code == 1
-    assert "tritonserver ended with code -9 while serving" in err
+    assert "tritonserver ended with code -9 while serving; it is started again now, with all its models" in err
+    assert "tritonserver ended with code 1 while starting, for the 6th time within 600 s; stopping" in err
     assert nereid.left() == []
 
 

@@ -248,7 +248,7 @@ def test_an_input_that_triton_does_not_hand_over_fails_its_own_request_only(doub
 def test_an_output_that_cannot_be_handed_over_fails_its_own_request_only(
     doubler: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (write, scalar), written = doubler._writers[0], []
+    (write,), written = doubler._writers, []
 
     def broken(array: np.ndarray) -> Any:
         written.append(len(array))
@@ -256,7 +256,7 @@ def test_an_output_that_cannot_be_handed_over_fails_its_own_request_only(
             raise RuntimeError("Failed to increase the shared memory pool size for key '/srv/triton_shm'")
         return write(array)
 
-    monkeypatch.setattr(doubler, "_writers", [(broken, scalar)])
+    monkeypatch.setattr(doubler, "_writers", [broken])
     got = answers(doubler, *[request_of(x=np.ones((n, 2), np.float32)) for n in (1, 2, 3)])
     text = "model 'm' failed with RuntimeError; the server's log has the details"
     assert got == [{"y": [[2, 2]]}, ("INTERNAL", text), {"y": [[2, 2]] * 3}]
