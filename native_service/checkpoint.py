@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from native_service.infer_messages import Tensor, write_request
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
+from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import InvalidArgument, NotFound, OverLimit, ResourceExhausted, short_repr
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
@@ -84,6 +85,7 @@ class CheckpointReader:
         kind = message.WhichOneof("payload")
         if self.model is None:
             self.model = self._begin(kind, message)
+            _check_numbers(self.model)
             return
         if kind is None:
             raise InvalidArgument("Checkpoint message has no payload; send a chunk")
@@ -252,6 +254,12 @@ def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) ->
         if want not in (VARIABLE, got):
             raise InvalidArgument(f"{where}: dimension {index} must be {want}, got {got} in {short_repr(list(sent))}")
     return full
+
+
+def _check_numbers(model: ModelSpec) -> None:
+    """Raises InvalidArgument for a model of texts: Checkpoint tells lengths by shapes."""
+    if any(tensor.element is BYTES for tensor in (*model.client_inputs, *model.client_outputs)):
+        raise InvalidArgument(f"model {model.name!r} has tensors of texts (BYTES); call ModelInfer (KServe v2)")
 
 
 def output_chunks(tensor: Tensor) -> Iterator[inference_pb2.TensorChunk]:

@@ -45,8 +45,6 @@ RETRY_AFTER_S = 1
 FAILED_CALLS = "failed"
 
 _ROUTES = "public"
-# A request with this in it names a region of shared memory, which our service checks.
-_REGION = "shared_memory_region"
 _UNIX = "unix:"
 _SERVICE, _HTTP_INFER = "service", "http_infer"
 _MOST_CONNECTIONS = 10_000
@@ -98,8 +96,6 @@ class EnvoySettings:
     """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
     http_infer: Address | None = None
     """Where KServe v2 over HTTP is; what answers is on ``HTTP_INFER_SOCKET``."""
-    shared_memory: bool = False
-    """Whether callers may register some."""
 
 
 def model_cluster(name: str) -> str:
@@ -164,7 +160,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     # models that are away.
     native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
     # What the script knows of the models changes with them, so it travels with the routes.
-    on_request = envoy_scripts.on_request(native, checked=_REGION if settings.shared_memory else "")
+    on_request = envoy_scripts.on_request(native)
     # The header, where there is one: gRPC's library keeps its own from us, and answers are to travel in kind.
     coding = _header(CODING_HEADER, "%REQ(grpc-encoding)%")
     service = {"route": {"cluster": _SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}

@@ -59,10 +59,9 @@ class EnvoyServer:
         access: Access = envoy_access.OPEN,
         http: Address | None = None,
         http_infer: Address | None = None,
-        shared_memory: bool = False,
     ) -> None:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
-        self._access, self._http, self._http_infer, self._shared_memory = access, http, http_infer, shared_memory
+        self._access, self._http, self._http_infer = access, http, http_infer
         self._program, self._folder, self._short_folder = program, folder, short_folder
         self._bind, self._max_message_bytes = bind, max_message_bytes
         self._environment = {**os.environ, **environment}
@@ -108,8 +107,8 @@ class EnvoyServer:
         await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
-            http_infer, memory = self._http_infer and _with_port(self._http_infer), self._shared_memory
-            settings = EnvoySettings(bind, triton, self._max_message_bytes, self._access, http, http_infer, memory)
+            http_infer = self._http_infer and _with_port(self._http_infer)
+            settings = EnvoySettings(bind, triton, self._max_message_bytes, self._access, http, http_infer)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))

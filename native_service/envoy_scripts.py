@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from nereid_backend.spec import ModelSpec
 
+REGION = "shared_memory_region"
+"""The parameter of a tensor that lies in shared memory."""
 CLUSTER_HEADER, CODING_HEADER = "nereid-cluster", "nereid-coding"
 KSERVE = "inference.GRPCInferenceService"
 TRITON, MODEL_PREFIX = "triton", "model_"
@@ -27,10 +29,8 @@ STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
 
 
-def on_request(native: Sequence[tuple[ModelSpec, float | None]], *, checked: str = "") -> str:
+def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
     """Names the cluster of a call that Triton can answer as it is, for ``native`` models and their time limits in s.
-
-    A request with the word ``checked`` in a tensor's parameters is left to our service.
 
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
@@ -45,7 +45,7 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]], *, checked: str
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
         f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n"
-        f'local checked = "{checked}"\n' + _ON_REQUEST
+        f'local region = "{REGION}"\n' + _ON_REQUEST
     )
 
 
@@ -114,8 +114,9 @@ local function text(from, to)
   return to > from and buffer:getBytes(from, to - from) or ""
 end
 
-local function is_checked(from, to)
-  return checked ~= "" and to > from and buffer:getBytes(from, to - from):find(checked, 1, true) ~= nil
+-- Whether a tensor lies in shared memory: our service checks where.
+local function is_in_region(from, to)
+  return to > from and buffer:getBytes(from, to - from):find(region, 1, true) ~= nil
 end
 
 -- Of the shape of an input so far: the number of dimensions, the product of the sizes but those of 0, whether one is 0.
@@ -142,7 +143,7 @@ local function read_input(at, stop)
       if key == 42 then -- contents
         if is_too_much(0) then return false end
       elseif key == 10 or key == 18 or key == 26 or key == 34 then -- name, datatype, shape, parameters
-        if is_too_much(at - from) or (key == 34 and is_checked(from, at)) then return false end
+        if is_too_much(at - from) or (key == 34 and is_in_region(from, at)) then return false end
         while key == 26 and from < at do
           from = add_size(from)
           if from == nil or from > at then return false end
@@ -174,7 +175,7 @@ local function read_request(length, is_infer)
     elseif key == 26 or key == 34 or key == 50 then -- id, parameters, outputs
       -- Triton repeats them in its errors. An error of more than 64 KiB breaks the connection with all calls on it, and
       -- calls that are cut off at once can crash Triton 2.51.
-      if is_too_much(at - from) or (key == 50 and is_checked(from, at)) then return nil end
+      if is_too_much(at - from) or (key == 50 and is_in_region(from, at)) then return nil end
     elseif key ~= 58 or is_too_much(0) then -- raw contents
       return nil
     end

@@ -103,7 +103,6 @@ class Front:
             access=self._access,
             http=server.http,
             http_infer=server.http_infer,
-            shared_memory=server.allow_shared_memory,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         await service.set_serving(True)

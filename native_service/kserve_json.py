@@ -15,8 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.envoy_scripts import MOST_ELEMENTS
-from native_service.shared_memory import REGION
+from native_service.envoy_scripts import MOST_ELEMENTS, REGION
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, InvalidArgument, OverLimit, short_repr
 
@@ -24,6 +23,8 @@ BINARY_SIZE = "binary_data_size"
 _BINARY, _ALL_BINARY = "binary_data", "binary_data_output"
 # Numbers that are written to JSON at a time: other calls get their turn in between.
 _SLICE = 8192
+# Before each text of a BYTES tensor.
+_LENGTH_BYTES = 4
 # By numpy's kind, the types of JSON values that stand for it.
 _KINDS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
 _INT64 = range(-(2**63), 2**63)
@@ -116,13 +117,13 @@ def _read_input(message: Any, entry: Mapping[str, Any], tensors: memoryview) -> 
 
 def _encode(data: Any, datatype: str, shape: Sequence[int], where: str) -> bytes:
     """The tensor of nested or flat lists ``data`` as bytes. Raises InvalidArgument."""
+    flat = _flat(data, where)
+    if len(flat) != _elements(shape):
+        wanted = short_repr(list(shape))
+        raise InvalidArgument(f"{where} has {len(flat)} values, its shape {wanted} takes another number")
+    if datatype == dtypes.BYTES.kserve:
+        return _encode_texts(flat, where)
     dtype = _dtype(datatype, where)
-    flat = list(_flat(data, where))
-    count = _elements(shape)
-    if len(flat) != count:
-        raise InvalidArgument(
-            f"{where} has {len(flat)} values, its shape {short_repr(list(shape))} takes another number"
-        )
     kind = dtype.kind
     if wrong := set(map(type, flat)) - _KINDS.get(kind, {int, float}):
         names = sorted(each.__name__ for each in wrong)
@@ -136,6 +137,26 @@ def _encode(data: Any, datatype: str, shape: Sequence[int], where: str) -> bytes
             return np.array(flat, np.float64).astype(dtype).tobytes()
     except OverflowError:
         raise InvalidArgument(f"{where} has values that {datatype} cannot hold") from None
+
+
+def _encode_texts(texts: list[Any], where: str) -> bytes:
+    try:
+        encoded = [text.encode() for text in texts]
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidArgument(f"{where}: BYTES takes texts only; send other bytes as binary data") from None
+    return b"".join(part for text in encoded for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text))
+
+
+def _decode_texts(data: bytes, name: str) -> list[str]:
+    texts, at = [], 0
+    while at < len(data):
+        start = at + _LENGTH_BYTES
+        at = start + int.from_bytes(data[at:start], "little")
+        try:
+            texts.append(data[start:at].decode())
+        except UnicodeDecodeError:
+            raise InvalidArgument(f"output {name!r} is not text; ask for it with the parameter {_BINARY}") from None
+    return texts
 
 
 def _dtype(datatype: str, where: str) -> np.dtype[Any]:
@@ -232,6 +253,9 @@ def write_infer(response: Any, request: InferRequest, most_json_bytes: int) -> t
 
 
 def _values(data: bytes, datatype: str, name: str) -> Iterator[str]:
+    if datatype == dtypes.BYTES.kserve:
+        yield json.dumps(_decode_texts(data, name))[1:-1]
+        return
     array = np.frombuffer(data, _dtype(datatype, f"output {name!r}"))
     if array.dtype.kind == "V":  # bfloat16
         array = array.astype(np.float32)

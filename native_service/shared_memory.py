@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
+from native_service.envoy_scripts import REGION
 from native_service.grpc_edge import triton_call
 from native_service.stubs import SHARED_MEMORY
 from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, InvalidArgument, NotFound, OverLimit, short_repr
 from nereid_backend.spec import ModelSpec
 
-REGION = "shared_memory_region"
 _OFFSET, _SIZE = "shared_memory_offset", "shared_memory_byte_size"
 _MOST_REGIONS = 256
 _LONGEST_NAME = 250
@@ -68,7 +68,11 @@ class SharedMemory:
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def status(self, request: Any, _context: Any) -> Any:
-        return await self._ask("SystemSharedMemoryStatus", request)
+        answer = await self._ask("SystemSharedMemoryStatus", request)
+        for name in [*answer.regions]:
+            if name not in self._regions:  # ours
+                del answer.regions[name]
+        return answer
 
     def check(self, request: Any, spec: ModelSpec) -> None:
         """Raises NotFound, InvalidArgument unless every region that ``request`` names is there and large enough."""

@@ -1,4 +1,4 @@
-"""What a stock tritonclient may use beside plain calls, on the real server: HTTP, compression, shared memory."""
+"""What a stock tritonclient may use beside plain calls, on the real server: HTTP, compression, shared memory, texts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import os
 import queue
+import struct
 import time
 import urllib.error
 import urllib.request
@@ -24,13 +25,26 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from onnx import TensorProto, helper, save
-from serving import Served, input_tensor, our_shared_memory, write_adder
+from serving import Served, checkpoint, chunk, input_tensor, meta, our_shared_memory, raw_infer, write_adder
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException, shared_memory
 
 pytestmark = pytest.mark.triton
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+def write_texts(path: Path) -> None:
+    """``path``, a bare .onnx: rows of two texts with a mark behind each, and as they came."""
+    names = ("words", "marked", "same")
+    words, *outputs = [helper.make_tensor_value_info(name, TensorProto.STRING, ["n", 2]) for name in names]
+    nodes = [
+        helper.make_node("StringConcat", ["words", "mark"], ["marked"]),
+        helper.make_node("Identity", ["words"], ["same"]),
+    ]
+    mark = helper.make_tensor("mark", TensorProto.STRING, [1], [b"!"])
+    graph = helper.make_graph(nodes, "texts", [words], outputs, [mark])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in ("input", "output")]
     graph = helper.make_graph([helper.make_node("Neg", ["input"], ["output"])], "graph", tensors[:1], tensors[1:])
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), models / "wide.onnx")
+    write_texts(models / "texts.onnx")
     (models / "failing").mkdir()
     (models / "failing" / "main.py").write_text("import sys; sys.exit('no luck')\n")
     (models / "failing" / "requirements.txt").write_text("")
@@ -54,6 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "  - {name: adder, device: cpu, queue_capacity: 4, options: {max_batch_size: 8}}\n"
         "  - {name: slow, device: cpu, queue_capacity: 8}\n"
         "  - {name: wide, device: cpu, queue_capacity: 8, options: {max_batch_size: 0}}\n"
+        "  - {name: texts, device: cpu, queue_capacity: 64}\n"
         "  - {name: failing, device: cpu, queue_capacity: 4}\n"
     )
     server = Served(folder, "--config", str(folder / "nereid.yaml"))
@@ -112,7 +128,7 @@ def test_http_tells_what_grpc_tells(http: Any, client: Any) -> None:
     before = http.get_inference_statistics("adder")["model_stats"][0]["inference_count"]
     http.infer("adder", [http_input(ROWS)])
     assert http.get_inference_statistics("adder", "1")["model_stats"][0]["inference_count"] == before + 2
-    assert len(http.get_inference_statistics()["model_stats"]) == 4
+    assert len(http.get_inference_statistics()["model_stats"]) == 5
 
 
 def test_errors_over_http_have_tritons_form(http: Any) -> None:
@@ -372,3 +388,80 @@ def test_scripts_and_cuda_take_no_shared_memory(client: Any, http: Any, region: 
     with pytest.raises(InferenceServerException) as caught:
         http.get_cuda_shared_memory_status()
     assert caught.value.status() == "501"
+
+
+TEXTS = np.array([[b"a", b""], ["\u00e4\U0001f40d".encode(), b"x\0y"], [b"z" * 70_000, b" "]], object)
+
+
+def marked(texts: np.ndarray) -> list[list[bytes]]:
+    return [[text + b"!" for text in row] for row in texts.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[:1], TEXTS[1]], ids=["rows", "row", "without the batch"])
+def test_texts_are_exact_over_grpc_and_http(client: Any, http: Any, texts: np.ndarray) -> None:
+    tensor = grpcclient.InferInput("words", list(texts.shape), "BYTES")
+    tensor.set_data_from_numpy(texts)
+    results = [client.infer("texts", [tensor])]
+    for binary in (True, False):
+        sent = httpclient.InferInput("words", list(texts.shape), "BYTES")
+        sent.set_data_from_numpy(texts, binary_data=binary)
+        for answer in (True, False):
+            outputs = [httpclient.InferRequestedOutput(name, binary_data=answer) for name in ("marked", "same")]
+            results.append(http.infer("texts", [sent], outputs=outputs))
+    for result in results:
+        got = {name: result.as_numpy(name).tolist() for name in ("marked", "same")}
+        if isinstance(got["same"][0][0], str):
+            got = {name: [[text.encode() for text in row] for row in rows] for name, rows in got.items()}
+        assert got == {"marked": marked(texts), "same": texts.reshape(-1, 2).tolist()}
+
+
+def test_texts_of_many_callers_share_runs_and_stay_apart(client: Any) -> None:
+    def ask(number: int) -> bool:
+        texts = np.array([[b"%d" % number, b"x" * (number % 7)]] * (1 + number % 3), object)
+        tensor = grpcclient.InferInput("words", list(texts.shape), "BYTES")
+        tensor.set_data_from_numpy(texts)
+        return client.infer("texts", [tensor]).as_numpy("marked").tolist() == marked(texts)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, range(200)))
+
+
+def packed(*texts: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+HOSTILE_TEXTS = {
+    "a length beyond the end": (packed(b"b") + struct.pack("<I", 100) + b"a", "incomplete string"),
+    "the largest length": (packed(b"b") + struct.pack("<I", 2**32 - 1) + b"a", "incomplete string"),
+    "a length into the next text": (struct.pack("<I", 100) + b"a" + packed(b"b"), "expected 2 string elements"),
+    "half a length": (packed(b"a") + b"xy", "incomplete string length"),
+    "too few": (packed(b"a"), "expected 2 string elements"),
+    "too many": (packed(b"a", b"b", b"c"), "unexpected number of string elements"),
+    "nothing": (b"", "expected 2 string elements"),
+    "no UTF-8": (packed(b"a", b"\xff"), "input 'words' holds a text that is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_TEXTS)
+def test_bytes_that_are_no_texts_are_refused_and_hurt_nobody(served: Served, what: str) -> None:
+    data, said = HOSTILE_TEXTS[what]
+    good = {"words": ("BYTES", [1, 2], packed(b"a", b"b"))}
+    with ThreadPoolExecutor(4) as pool:
+        neighbours = [pool.submit(raw_infer, served.state["address"], "texts", good) for _ in range(8)]
+        for shape in ([1, 2], [2]):
+            with pytest.raises(grpc.RpcError) as caught:
+                raw_infer(served.state["address"], "texts", {"words": ("BYTES", shape, data)}, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert said in caught.value.details()
+        assert all(call.result().raw_output_contents[0] == packed(b"a!", b"b!") for call in neighbours)
+
+
+def test_texts_do_not_travel_by_checkpoint_or_in_shared_memory(served: Served, client: Any, region: Region) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        checkpoint(served, [meta("texts"), chunk([1, 2], packed(b"a", b"b"))])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "call ModelInfer" in caught.value.details()
+    tensor = grpcclient.InferInput("words", [1, 2], "BYTES")
+    tensor.set_shared_memory(region.name, 10)
+    with pytest.raises(InferenceServerException, match="cannot be in shared memory"):
+        client.infer("texts", [tensor])
