@@ -1,4 +1,4 @@
-# make install | demo | serve | test | thorough | lint | bench. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | lint | bench | soak. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +12,7 @@ BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_
 	tests/nereid_backend/test_hooks_on_triton.py tests/nereid_backend/test_pipeline.py \
 	tests/converters/test_bundles_on_triton.py
 
-.PHONY: install demo serve test thorough lint bench clean
+.PHONY: install demo serve test thorough lint bench soak clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,12 @@ BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine
 
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
+
+# Ten minutes of mixed load with deaths of processes; SECONDS_OF_LOAD=300 for less.
+SECONDS_OF_LOAD ?= 600
+
+soak: $(VENV)/.test
+	$(BIN)/python tests/soak.py --seconds $(SECONDS_OF_LOAD)
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles

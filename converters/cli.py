@@ -15,7 +15,11 @@ from typing import Any
 
 import click
 
+from converters.backpressure import DEFAULT_CAPACITY
+from nereid_backend import progress
 from nereid_backend.errors import BundleError, NereidError, short_repr
+
+_LOG = logging.getLogger("nereid.convert")
 
 DEFAULT_OUTPUT = Path("triton_models")
 DEFAULT_SIGNATURE = "serving_default"
@@ -35,6 +39,10 @@ ISOLATED = "isolated"
               help="Which compiled batch sizes of a bundle to serve.")  # fmt: skip
 @click.option("--signature", default=DEFAULT_SIGNATURE, show_default=True, help="Of a TensorFlow SavedModel.")
 @click.option("--allow-code", is_flag=True, help="Open files that run code while read: .pt2, pickles, SavedModels.")
+@click.option("--backpressure", type=click.Choice(["front", "triton"]), default="front", show_default=True,
+              help="What refuses requests beyond the capacity: nereid serve, or Triton itself.")  # fmt: skip
+@click.option("--queue-capacity", type=click.IntRange(min=1), metavar="N",
+              help=f"Requests running and waiting, if Triton refuses (default: {DEFAULT_CAPACITY}).")  # fmt: skip
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
 def command(
@@ -47,6 +55,8 @@ def command(
     batch_sizes: str,
     signature: str,
     allow_code: bool,
+    backpressure: str,
+    queue_capacity: int | None,
     link: bool,
     force: bool,
 ) -> None:
@@ -57,9 +67,16 @@ def command(
     from converters.convert import model_name
     from converters.discover import calls_of
 
+    if backpressure == "triton":
+        queue_capacity = queue_capacity or DEFAULT_CAPACITY
+    elif queue_capacity is not None:
+        raise click.UsageError(
+            "--queue-capacity goes with --backpressure triton; nereid serve takes it from nereid.yaml"
+        )
     signal.signal(signal.SIGTERM, _leave)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("nereid.environments").setLevel(logging.INFO)  # a build takes minutes
+    for log in (_LOG, logging.getLogger("nereid.environments")):  # a build takes minutes
+        log.setLevel(logging.INFO)
     found = [model for source in sources for model in _found(source)]
     found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
     if name is not None and len(found) != 1:
@@ -75,6 +92,7 @@ def command(
         "batch_sizes": batch_sizes,
         "signature": signature,
         "allow_code": allow_code,
+        "queue_capacity": queue_capacity,
         "link": link,
         "force": force,
     }
@@ -166,7 +184,8 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     from converters.convert import convert
 
     try:
-        prepared = convert(source, output, **options)
+        with progress.told(_LOG, f"converting {source}", at_start=False):
+            prepared = convert(source, output, **options)
     except NereidError as error:
         click.echo(f"error: {source}: {error}", err=True)
         return False

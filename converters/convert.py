@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from converters import bundle, discover, folder, kinds, meta, repository, saved_model
+from converters import backpressure, bundle, discover, folder, kinds, meta, repository, saved_model
 from converters.artifact import serve_as_is
 from converters.bundle import BatchSizes
 from converters.manifest import MANIFEST_FILE
@@ -90,12 +90,14 @@ def convert(
     allow_code: bool = False,
     callees: Mapping[str, ModelSpec] | None = None,
     children: int = DEFAULT_CHILDREN,
+    queue_capacity: int | None = None,
     link: bool = False,
     force: bool = False,
 ) -> Prepared:
     """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written.
 
-    The callees of a meta model are those in ``target`` unless ``callees`` gives them.
+    The callees of a meta model are those in ``target`` unless ``callees`` gives them. ``queue_capacity`` lets Triton
+    itself refuse requests (``backpressure``); None leaves that to ``nereid serve``.
     """
     if callees is None:
         callees = meta.callees_in(target, discover.calls_of(source) or ())
@@ -111,6 +113,8 @@ def convert(
         callees=callees,
         children=children,
     )
+    if queue_capacity is not None:
+        prepared = backpressure.bounded(prepared, queue_capacity)
     repository.write(prepared, target, link=link, force=force)
     return prepared
 

@@ -24,7 +24,8 @@ Source = Path | Callable[[Path], None]
 class Prepared:
     """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user.
 
-    ``stages`` are models of their own that this one, an ensemble, is made of. Raises BundleError for files that would
+    ``stages`` are models of their own that this one, an ensemble, is made of. ``most_waiting``: the requests that
+    Triton itself lets wait, None for no limit (``backpressure``). Raises BundleError for files that would
     take the place of the converted model's own, or be code of a model that has none.
     """
 
@@ -32,6 +33,7 @@ class Prepared:
     files: Mapping[str, Source]
     notes: tuple[str, ...] = ()
     stages: tuple[Prepared, ...] = ()
+    most_waiting: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.files:

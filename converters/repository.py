@@ -48,8 +48,8 @@ def check_name(name: str) -> None:
         )
 
 
-def config(spec: ModelSpec) -> Any:
-    """The ``inference.ModelConfig`` message of a model."""
+def config(spec: ModelSpec, most_waiting: int | None = None) -> Any:
+    """The ``inference.ModelConfig`` message of a model; ``most_waiting`` bounds Triton's queue (``backpressure``)."""
     from tritonclient.grpc import model_config_pb2 as pb
 
     message = pb.ModelConfig(name=spec.name, backend="python", platform=spec.platform)
@@ -74,6 +74,8 @@ def config(spec: ModelSpec) -> Any:
         # one shape of many.
         for field in message.input:
             field.allow_ragged_batch = spec.variants != ((),) or spec.hooks is not None
+    if most_waiting is not None:
+        message.dynamic_batching.default_queue_policy.max_queue_size = most_waiting
     return message
 
 
@@ -93,9 +95,9 @@ def _between(number: int, last: int, tensor: TensorSpec) -> str:
     return f"{number} {tensor.name}" if 0 < number < last else tensor.name
 
 
-def config_text(spec: ModelSpec) -> str:
+def config_text(spec: ModelSpec, most_waiting: int | None = None) -> str:
     """config.pbtxt of a model, parsed back and compared. Raises RepositoryError."""
-    message = config(spec)
+    message = config(spec, most_waiting)
     text = text_format.MessageToString(message)
     if text_format.Parse(text, type(message)()) != message:
         raise RepositoryError(f"config.pbtxt of {spec.name!r} does not read back as written; please report this model")
@@ -162,7 +164,7 @@ def _fill(directory: Path, prepared: Prepared, *, link: bool) -> None:
     spec = prepared.spec
     version = directory / VERSION
     version.mkdir(parents=True)
-    durable.write_text(directory / CONFIG_FILE, config_text(spec))
+    durable.write_text(directory / CONFIG_FILE, config_text(spec, prepared.most_waiting))
     if not spec.stages:
         durable.write_text(version / MODEL_FILE, _model_py(spec))
     durable.write_text(version / SPEC_FILE, spec.to_json())

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereid_backend.engines import Array
+from nereid_backend.errors import BundleError
 
 _DRAWN = 2000
 _FAR = (1, 1, 10)
 _MOST_NODES = 5000
+MOST_COLUMNS = 100_000
+# Of all rows of one kind together, 128 MB: a wide table is compared on fewer rows.
+_MOST_VALUES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,15 @@ class Tree:
     missing_left: Array | None = None
 
 
+def check_columns(name: str, columns: int) -> None:
+    """Raise BundleError for a model of more columns than can be compared."""
+    if columns > MOST_COLUMNS:
+        raise BundleError(
+            f"{name}: takes a table of {columns} columns, more than the {MOST_COLUMNS} on which a converted model can "
+            "be compared with its source; train on fewer, or convert it to ONNX yourself"
+        )
+
+
 def largest_float32_not_above(threshold: Array) -> Array:
     """The edge of ``value <= threshold`` for a float64 threshold. Rounding to the nearest may be one too far."""
     edge = threshold.astype(np.float32)
@@ -46,12 +59,13 @@ def largest_float32_below(threshold: Array) -> Array:
 
 def drawn(centre: Array, spread: Array, edges: Sequence[Array], rng: np.random.Generator) -> Array:
     """Rows [n, features] around ``centre``, some far out, half of their values at the ``edges`` of their feature."""
-    far = rng.choice(_FAR, (_DRAWN, 1))  # where sigmoids saturate and labels are decided by what is left of them
-    rows: Array = (centre + rng.normal(0, 1, (_DRAWN, len(centre))) * spread * far).astype(np.float32)
+    count = max(1, min(_DRAWN, _MOST_VALUES // max(len(centre), 1)))
+    far = rng.choice(_FAR, (count, 1))  # where sigmoids saturate and labels are decided by what is left of them
+    rows: Array = (centre + rng.normal(0, 1, (count, len(centre))) * spread * far).astype(np.float32)
     for feature, values in enumerate(edges):
         if len(values):
-            chosen = rng.choice(np.concatenate([values, np.nextafter(values, np.float32(np.inf))]), _DRAWN)
-            rows[:, feature] = np.where(rng.random(_DRAWN) < 0.5, chosen, rows[:, feature])
+            chosen = rng.choice(np.concatenate([values, np.nextafter(values, np.float32(np.inf))]), count)
+            rows[:, feature] = np.where(rng.random(count) < 0.5, chosen, rows[:, feature])
     return rows
 
 
@@ -64,7 +78,7 @@ def edges_by_feature(trees: Iterable[Tree], features: int) -> list[Array]:
     """The distinct edges of each feature, over all trees."""
     found: list[list[Array]] = [[] for _ in range(features)]
     for tree in trees:
-        inner = tree.left >= 0
+        inner = (tree.left >= 0) & np.isfinite(tree.edge)  # an infinite one tells missing values from all others
         for feature in np.unique(tree.feature[inner]):
             found[feature].append(tree.edge[inner & (tree.feature == feature)])
     return [np.unique(np.concatenate(edges)) if edges else np.empty(0, np.float32) for edges in found]
@@ -76,7 +90,8 @@ def at_thresholds(trees: Sequence[Tree], background: Array, rng: np.random.Gener
     ``background`` [n, features] is what the values are that no node on the way looks at.
     """
     nodes = sum(int((tree.left >= 0).sum()) for tree in trees)
-    share = min(1.0, _MOST_NODES / max(nodes, 1))
+    wanted = min(_MOST_NODES, _MOST_VALUES // (3 * max(background.shape[1], 1)))
+    share = min(1.0, wanted / max(nodes, 1))
     rows = []
     for tree in trees:
         for low, high, feature, edge in _nodes(tree, background.shape[1]):

@@ -7,7 +7,7 @@ types that skops does not trust need the same consent.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,14 @@ def read_pickle(path: Path) -> Artifact:
 def _convert(model: Any, name: str, notes: list[str]) -> Artifact:
     """Convert to float32, or to float64 where only that agrees with the model. Raises BundleError."""
     skl2onnx = by_onnx.import_converter("skl2onnx", "scikit-learn", EXTRA)
+    if hasattr(_last(model), "flatten_transform"):  # of voting; it shapes what is not served, and skl2onnx refuses it
+        _last(model).flatten_transform = False
     features = getattr(model, "n_features_in_", None)
     if not isinstance(features, int) or not hasattr(model, "fit"):
         raise BundleError(
             f"{name}: holds {type(model).__name__}, not a fitted scikit-learn model of a table of numbers"
         )
+    sample_rows.check_columns(name, features)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         problems = []
@@ -120,7 +123,7 @@ def _to_onnx(skl2onnx: Any, model: Any, features: int, dtype: Any) -> Any:
             f"skl2onnx {skl2onnx.__version__} cannot convert {type(_last(model)).__name__} "
             f"({type(error).__name__}: {by_onnx.first_line(error)})"
         ) from error
-    _send_missing(graph, list(_trees(_last(model))))
+    _send_missing(graph, [tree for tree, _ in _trees(model)])
     if dtype is np.float64:
         _feed_trees_float32(graph)
     return graph
@@ -146,19 +149,49 @@ def _feed_trees_float32(graph: Any) -> None:
 
 
 def _send_missing(graph: Any, trees: list[Tree]) -> None:
-    """Let missing values go where the trees send them, which skl2onnx leaves out."""
+    """Let missing values go where the trees send them, which skl2onnx leaves out.
+
+    Some ensembles become a node for each of their models: which tree is meant shows in its shape and thresholds.
+    """
+    left_over = list(trees)
     for node in graph.graph.node:
         attributes = {attribute.name: attribute for attribute in node.attribute}
-        ids = attributes.get("nodes_treeids"), attributes.get("nodes_nodeids")
-        if ids[0] is None or ids[1] is None or max(ids[0].ints) >= len(trees):
+        if "nodes_treeids" not in attributes:
             continue
-        sides = [(trees[tree].missing_left, place) for tree, place in zip(ids[0].ints, ids[1].ints, strict=True)]
-        goes_left = [int(side is not None and place < len(side) and side[place]) for side, place in sides]
+        tree_ids = np.array(attributes["nodes_treeids"].ints)
+        goes_left = np.zeros(len(tree_ids), np.int64)
+        for number in dict.fromkeys(tree_ids.tolist()):
+            of_tree = tree_ids == number
+            places = np.array(attributes["nodes_nodeids"].ints)[of_tree]
+            below = np.array(attributes["nodes_truenodeids"].ints)[of_tree]
+            for index, tree in enumerate(left_over):
+                if _is_tree(tree, places, below, _thresholds(attributes)[of_tree]):
+                    if tree.missing_left is not None:
+                        goes_left[of_tree] = tree.missing_left[places]
+                    del left_over[index]
+                    break
         if "nodes_missing_value_tracks_true" not in attributes:
-            node.attribute.add(name="nodes_missing_value_tracks_true", type=ids[0].type)
+            node.attribute.add(name="nodes_missing_value_tracks_true", type=attributes["nodes_treeids"].type)
             attributes["nodes_missing_value_tracks_true"] = node.attribute[-1]
         del attributes["nodes_missing_value_tracks_true"].ints[:]
-        attributes["nodes_missing_value_tracks_true"].ints.extend(goes_left)
+        attributes["nodes_missing_value_tracks_true"].ints.extend(goes_left.tolist())
+
+
+def _thresholds(attributes: Mapping[str, Any]) -> Array:
+    if (wide := attributes.get("nodes_values_as_tensor")) is not None:
+        onnx = by_onnx.import_converter("onnx", "scikit-learn", EXTRA)
+        return np.asarray(onnx.numpy_helper.to_array(wide.t))
+    return np.array(attributes["nodes_values"].floats)
+
+
+def _is_tree(tree: Tree, places: Array, below: Array, thresholds: Array) -> bool:
+    """Whether a graph's nodes are those of ``tree``: ``places`` of its nodes, what is left ``below``, thresholds."""
+    if len(places) != len(tree.left) or places.max() >= len(tree.left):
+        return False
+    inner = tree.left[places] >= 0
+    return np.array_equal(tree.left[places][inner], below[inner]) and np.allclose(
+        tree.edge[places][inner], thresholds[inner], rtol=1e-6, atol=0
+    )
 
 
 def _predictions(model: Any, graph: Any, rows: Array, name: str) -> tuple[dict[str, str], Mapping[str, Array]]:
@@ -196,12 +229,13 @@ def _accepted(model: Any, rows: Array, name: str) -> Array:
     run = getattr(model, "predict", None) or getattr(model, "transform", None)
     if run is None:
         raise BundleError(f"{name}: {type(_last(model)).__name__} can neither predict nor transform")
+    rows = rows[~np.isinf(rows).any(axis=1)]  # which all of them refuse
     try:
         run(rows)
         return rows
     except ValueError:
         # What a model fitted to float64 says to float32 is a ValueError, too, and comes again below.
-        rows = rows[np.isfinite(rows).all(axis=1)]
+        rows = rows[~np.isnan(rows).any(axis=1)]
     try:
         run(rows)
     # Columns by name or text in them: the model is no function of a table of numbers.
@@ -214,7 +248,7 @@ def _rows(model: Any, features: int) -> Array:
     """Sample rows: around what the first step saw, and at the thresholds of every tree."""
     rng = np.random.default_rng(0)
     steps = [step for _, step in model.steps] if hasattr(model, "steps") else [model]
-    trees = list(_trees(steps[-1]))
+    trees = [tree for tree, of_columns in _trees(steps[-1]) if of_columns]
     centre, spread = _seen(steps[0], features)
     if not trees or len(steps) > 1:
         background = sample_rows.drawn(centre, spread, [], rng)
@@ -241,18 +275,32 @@ def _through(before: Any, trees: list[Tree], background: Array, rng: np.random.G
     return [np.asarray(undone)]
 
 
-def _trees(estimator: Any) -> Iterable[Tree]:
-    """Every decision tree inside an estimator."""
+def _trees(estimator: Any, columns: Array | None = None) -> Iterator[tuple[Tree, bool]]:
+    """Every decision tree inside an estimator, and whether it looks at the columns that the estimator is given.
+
+    ``columns`` are those of the whole table that the estimator gets; None for all.
+    """
     raw = getattr(estimator, "tree_", None)
     if raw is not None:
         edge = sample_rows.largest_float32_not_above(np.asarray(raw.threshold))
         children = np.asarray(raw.children_left), np.asarray(raw.children_right)
-        yield Tree(*children, np.asarray(raw.feature), edge, getattr(raw, "missing_go_to_left", None))
+        looked_at = np.asarray(raw.feature) if columns is None else np.asarray(columns)[np.maximum(raw.feature, 0)]
+        yield Tree(*children, looked_at, edge, getattr(raw, "missing_go_to_left", None)), True
         return
-    for inner in np.ravel(np.asarray(getattr(estimator, "estimators_", ()), dtype=object)):
-        yield from _trees(inner)
     for predictors in getattr(estimator, "_predictors", ()):  # of histogram gradient boosting: one list per round
-        yield from (_histogram_tree(predictor.nodes) for predictor in predictors)
+        yield from ((_histogram_tree(predictor.nodes), True) for predictor in predictors)
+    inner = list(np.ravel(np.asarray(getattr(estimator, "estimators_", ()), dtype=object)))
+    inner += [calibrated.estimator for calibrated in getattr(estimator, "calibrated_classifiers_", ())]
+    inner += [step for _, step in getattr(estimator, "steps", ())[:1]]
+    subsets = getattr(estimator, "estimators_features_", None)  # bagging
+    for index, each in enumerate(inner):
+        subset = columns if subsets is None else np.asarray(subsets[index])
+        yield from _trees(each, subset if subsets is None or columns is None else columns[subset])
+    later = [step for _, step in getattr(estimator, "steps", ())[1:]]
+    if hasattr(estimator, "final_estimator_"):  # of stacking
+        later.append(estimator.final_estimator_)
+    for each in later:
+        yield from ((tree, False) for tree, _ in _trees(each))
 
 
 def _histogram_tree(nodes: Any) -> Tree:

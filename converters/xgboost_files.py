@@ -49,6 +49,7 @@ def read(path: Path) -> Artifact:
             f"{path.name}: is not a model that XGBoost {xgboost.__version__} can load ({_first_line(error)}); save it "
             "with save_model"
         ) from None
+    sample_rows.check_columns(path.name, booster.num_features())
     trees = _trees(path.name, learner, booster.num_features())
     notes = []
     if booster.feature_names:

@@ -14,9 +14,10 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -46,6 +47,16 @@ class ServedModel:
     spec: ModelSpec
     triton_models: tuple[str, ...]
 
+    def loads(self, *, at_once: bool) -> list[tuple[str, tuple[str, ...]]]:
+        """What to load in order, each with the models that Triton loads with it: those of an ensemble ``at_once``.
+
+        Loaded one by one they would be loaded twice, the second time with the ensemble; but what serves already is
+        replaced one by one, so that a failure can be undone.
+        """
+        if at_once and self.spec.stages:
+            return [(self.spec.name, self.triton_models[:-1])]
+        return [(model, ()) for model in self.triton_models]
+
     def admitted(self, *, away: bool) -> Admitted:
         settings, options = self.source.settings, self.source.settings.options
         return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s)
@@ -55,11 +66,15 @@ class Catalogue:
     """The models of one Triton. Changes of one model take turns; a slow one does not hold up those of others."""
 
     def __init__(self, run: RunDirectory, triton: TritonServer, load_timeout_s: float) -> None:
-        self._run, self._triton, self._load_timeout_s = run, triton, load_timeout_s
+        self._run, self._triton = run, triton
+        self.load_timeout_s = load_timeout_s
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
         self._told: list[Admitted] = []
+        self.conversion_s: dict[str, float] = {}
+        """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
+        self.load_s: dict[str, float] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._routing = asyncio.Lock()
 
@@ -67,6 +82,11 @@ class Catalogue:
     def models(self) -> Mapping[str, Admitted]:
         """What clients may call, by name; it follows what happens."""
         return MappingProxyType(self._public)
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]:
+        """Everything that is served, hidden models too, by name."""
+        return MappingProxyType(self._served)
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -90,8 +110,11 @@ class Catalogue:
         Raises BundleError; nothing is left then.
         """
         folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        begun = time.monotonic()
         try:
-            return await converter.convert(source, folder, callees)
+            converted = await converter.convert(source, folder, callees)
+            self.conversion_s[source.name] = time.monotonic() - begun
+            return converted
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -109,9 +132,10 @@ class Catalogue:
         new = ServedModel(source, staged.spec, staged.triton_models)
         try:
             async with self._turns[name]:
-                old = self._served.get(name)
+                begun, old = time.monotonic(), self._served.get(name)
                 before.mkdir()
                 await self._bring(new, old, staged.folder, before)
+                self.load_s[name] = time.monotonic() - begun
                 await self._drop(
                     [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
                 )
@@ -120,6 +144,12 @@ class Catalogue:
         finally:
             for folder in (staged.folder, before):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def admit(self, source: Source) -> None:
+        """Serve the model of ``source``, as it is, under the settings it has now. Raises EnvoyUnavailable."""
+        name = source.name
+        async with self._turns[name]:
+            await self._serve(lambda served: {**served, name: replace(served[name], source=source)})
 
     async def remove(self, name: str) -> None:
         """Serve ``name`` no longer. Raises NereidError when it could not be routed away; then it is served as before.
@@ -156,17 +186,20 @@ class Catalogue:
     async def revive(self, name: str) -> bool:
         """Start again what has died of ``name`` and route to it; whether anything had. Raises NereidError."""
         async with self._turns[name]:
+            dead = self._triton.find_dead()
             model = self._served.get(name)
-            dead = [each for each in model.triton_models if each in self._triton.find_dead()] if model else []
-            for each in dead:
-                await self._load_anew(each)
+            lost = [] if model is None else [each for each in model.triton_models if each in dead]
+            if model is not None:
+                for each, behind in model.loads(at_once=len(lost) == len(model.triton_models)):
+                    if each in dead:
+                        await self._load_anew(each, behind)
             await self.route_dead()
-            return bool(dead)
+            return bool(lost)
 
-    async def _load_anew(self, model: str) -> None:
+    async def _load_anew(self, model: str, behind: Sequence[str] = ()) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
         os.utime(self._run.repository / model / VERSION)
-        await self._triton.load(model, self._load_timeout_s)
+        await self._triton.load(model, self.load_timeout_s, behind)
 
     async def _serve(self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]]) -> None:
         """Route to what ``change`` makes of all that is served, and serve it from then on. Raises EnvoyUnavailable."""
@@ -192,18 +225,19 @@ class Catalogue:
         moved: list[str] = []
         loaded: list[str] = []
         try:
-            for model in new.triton_models:
+            for model, behind in new.loads(at_once=not owned):
                 if not same:
-                    moved.append(model)
-                    _move(repository / model, before / model)
-                    _move(fresh / model, repository / model)
+                    for each in (*behind, model):
+                        moved.append(each)
+                        _move(repository / each, before / each)
+                        _move(fresh / each, repository / each)
                 elif model in self._triton.find_dead():
                     os.utime(repository / model / VERSION)
-                await self._triton.load(model, self._load_timeout_s)
+                await self._triton.load(model, self.load_timeout_s, behind)
                 loaded.append(model)
             await self._serve(lambda served: {**served, new.source.name: new})
         except (NereidError, OSError):
-            for model in moved:
+            for model in reversed(moved):
                 _move(repository / model, fresh / model)
                 _move(before / model, repository / model)
                 # A load that failed has changed nothing in Triton.

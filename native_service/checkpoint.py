@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from native_service.infer_messages import Tensor, write_request
 from native_service.proto import inference_pb2
+from native_service.regions import SHARED_FROM_BYTES, Region, Regions
 from native_service.settings import Limits
 from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import InvalidArgument, NotFound, OverLimit, ResourceExhausted, short_repr
@@ -25,14 +27,14 @@ class Budget:
     """Bytes that all calls together may hold; asking for more than is left is refused at once."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
+        self.total_bytes = total_bytes
         self.used_bytes = 0
 
     def take(self, count: int) -> None:
         """Raises ResourceExhausted, and then takes nothing."""
-        if self.used_bytes + count > self._total:
+        if self.used_bytes + count > self.total_bytes:
             raise ResourceExhausted(
-                f"this server holds at most {self._total} bytes of tensors at once, retry later"
+                f"this server holds at most {self.total_bytes} bytes of tensors at once, retry later"
                 " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count
@@ -44,23 +46,37 @@ class Budget:
 class _Upload:
     """One input tensor of one call. ``shape`` is as Triton wants it, ``sent`` as the client gave it."""
 
-    def __init__(self, spec: TensorSpec, sent: tuple[int, ...], shape: tuple[int, ...], size_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        sent: tuple[int, ...],
+        shape: tuple[int, ...],
+        size_bytes: int,
+        region: Region | None,
+    ) -> None:
         self.spec, self.sent, self.shape, self.size_bytes = spec, sent, shape, size_bytes
         # Pages that nothing was written to cost nothing, and all of them go back to the system at the end; a growing
         # bytearray leaves as much behind in the allocator's heap.
-        self.data = mmap.mmap(-1, size_bytes)
+        self.data = mmap.mmap(-1, size_bytes) if region is None else region
         self.held_bytes = 0
         self.ended = False
 
     def append(self, data: bytes) -> None:
-        self.data[self.held_bytes : self.held_bytes + len(data)] = data
+        if isinstance(self.data, Region):
+            self.data.append(data)
+        else:
+            self.data[self.held_bytes : self.held_bytes + len(data)] = data
         self.held_bytes += len(data)
 
 
 class CheckpointReader:
     """Takes the messages of one call in order. ``close`` it on every ending: it holds bytes of the budget."""
 
-    def __init__(self, models: Mapping[str, ModelSpec], limits: Limits, budget: Budget) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelSpec], limits: Limits, budget: Budget, regions: Regions | None = None
+    ) -> None:
+        """``regions``: where large tensors go; None when Triton cannot share memory with this process."""
+        self._regions = regions
         self._models = models
         self._limits = limits
         self._budget = budget
@@ -114,28 +130,57 @@ class CheckpointReader:
             raise InvalidArgument(f"model {model.name!r}: all inputs must have as many rows, got {rows}")
         return model
 
-    def take_request(self) -> bytes:
-        """The whole input as a serialised ModelInferRequest. The reader forgets it: large tensors are kept once."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all inputs that have come and were not taken."""
+        return sum(upload.held_bytes for upload in self._uploads.values())
+
+    @property
+    def regions(self) -> list[Region]:
+        """Those that hold input, which Triton must know before it gets the request."""
+        return [upload.data for upload in self._uploads.values() if isinstance(upload.data, Region)]
+
+    @property
+    def rows(self) -> int:
+        """How many rows the inputs have; 1 for a model that takes no batches."""
+        batched = self.model is not None and self.model.max_batch_size > 0
+        return next((upload.shape[0] for upload in self._uploads.values() if batched), 1)
+
+    def take_request(self, outputs: Mapping[str, Region | None] | None = None, request_id: str = "") -> bytes:
+        """The whole input as a serialised ModelInferRequest of that id; ``outputs`` as in ``write_request``.
+
+        The reader forgets what the message carries: large tensors are kept once.
+        """
         if self.model is None:
             raise InvalidArgument("Checkpoint stream is empty; the first message must be metadata")
         uploads = [self._uploads[tensor.name] for tensor in self.model.client_inputs]
         tensors = [(upload.spec, Tensor(upload.spec.name, upload.shape, upload.data)) for upload in uploads]
-        message = write_request(self.model.name, tensors)
-        self.close()
+        message = write_request(self.model.name, tensors, outputs, request_id)
+        for upload in uploads:
+            if not isinstance(upload.data, Region):
+                self._forget(upload)
         return message
 
     def take_bytes(self) -> tuple[tuple[int, ...], bytes]:
         """The shape and the bytes for a program, however many; both empty when it takes none."""
         for upload in self._uploads.values():
-            return upload.shape, upload.data[: upload.held_bytes]
+            if not isinstance(upload.data, Region):
+                return upload.shape, upload.data[: upload.held_bytes]
         return (), b""
 
     def close(self) -> None:
         """Forget the bytes and give them back to the budget."""
-        for upload in self._uploads.values():
-            self._budget.give_back(upload.held_bytes)
+        for upload in tuple(self._uploads.values()):
+            self._forget(upload)
+
+    def _forget(self, upload: _Upload) -> None:
+        del self._uploads[upload.spec.name]
+        give_back = partial(self._budget.give_back, upload.held_bytes)
+        if isinstance(upload.data, Region) and self._regions is not None:
+            self._regions.release(upload.data, give_back)
+        else:
             upload.data.close()
-        self._uploads = {}
+            give_back()
 
     def _begin(self, kind: str | None, message: inference_pb2.CheckpointRequest) -> ModelSpec:
         if kind is None:
@@ -202,7 +247,8 @@ class CheckpointReader:
                 f"model {model.name!r}: the inputs of this call are {total} bytes or more,"
                 f" the limit of this server is {limits.max_request_bytes} (server.limits.max_request_bytes)"
             )
-        return _Upload(spec, sent, shape, size)
+        shared = self._regions is not None and model.script is None and size >= SHARED_FROM_BYTES
+        return _Upload(spec, sent, shape, size, self._regions.create(size) if self._regions and shared else None)
 
 
 def _addressed(model: ModelSpec, name: str) -> TensorSpec:
@@ -256,6 +302,12 @@ def batched_shape(model: ModelSpec, tensor: TensorSpec, shape: Sequence[int]) ->
     return full
 
 
+def largest_output_bytes(model: ModelSpec, tensor: TensorSpec, rows: int) -> int | None:
+    """What output ``tensor`` takes for so many rows at most; None when only the model knows."""
+    dims = model.dims(tensor)
+    return None if VARIABLE in dims else rows * math.prod(dims) * tensor.element.size_bytes
+
+
 def _check_numbers(model: ModelSpec) -> None:
     """Raises InvalidArgument for a model of texts: Checkpoint tells lengths by shapes."""
     if any(tensor.element is BYTES for tensor in (*model.client_inputs, *model.client_outputs)):
@@ -264,12 +316,12 @@ def _check_numbers(model: ModelSpec) -> None:
 
 def output_chunks(tensor: Tensor) -> Iterator[inference_pb2.TensorChunk]:
     """``tensor`` in chunks of 64 KiB, each with the full shape; a tensor of no bytes is one empty chunk."""
-    count = max(1, -(-len(tensor.data) // CHUNK_BYTES))
+    count = max(1, -(-tensor.size_bytes // CHUNK_BYTES))
     for index in range(count):
         yield inference_pb2.TensorChunk(
             tensor_name=tensor.name,
             shape=tensor.shape,
-            data=bytes(tensor.data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]),
+            data=tensor.part(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES),
             chunk_index=index,
             end_of_tensor=index == count - 1,
         )

@@ -20,6 +20,11 @@ _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
+    "doctor": ("native_service.doctor", "doctor", "Check this machine and say what to do about it."),
+    "infer": ("native_service.infer_command", "infer", "Run a model of a running server on arrays from files."),
+    "models": ("native_service.server_commands", "models", "List the models of a running server."),
+    "reload": ("native_service.server_commands", "reload", "Let a running server read its settings again."),
+    "status": ("native_service.server_commands", "status", "Show how a running server is."),
     "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
@@ -34,7 +39,10 @@ class _LateGroup(click.Group):
         if cmd_name not in _ELSEWHERE:
             return super().get_command(ctx, cmd_name)
         module, attribute, _ = _ELSEWHERE[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        try:
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise _missing(cmd_name, error) from None
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -43,6 +51,10 @@ class _LateGroup(click.Group):
         rows = {**own, **{name: line for name, (_, _, line) in _ELSEWHERE.items()}}
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows.items()))
+
+
+def _missing(what: str, error: ModuleNotFoundError) -> NereidError:
+    return NereidError(f"{what} needs {error.name}; pip install 'nereid-triton[serve]'")
 
 
 @click.group(cls=_LateGroup)
@@ -60,6 +72,7 @@ def nereid() -> None:
 @click.option("--http", metavar="IP:PORT", help="Address of health and metrics over HTTP (default: off).")
 @click.option("--state", type=click.Path(path_type=Path), help="Write addresses and pid here, as JSON, once ready.")
 @click.option("--watch", is_flag=True, help="Follow the folder: models come, change and go while others are served.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Of the log on stderr (default: text).")
 @click.option("--verbose", is_flag=True, help="Log what Triton logs, too.")
 def serve(
     path: Path | None,
@@ -70,6 +83,7 @@ def serve(
     http: str | None,
     state: Path | None,
     watch: bool,
+    log_format: str | None,
     verbose: bool,
 ) -> None:
     """Serve the bundles in the folder PATH, or what a settings file lists.
@@ -89,9 +103,9 @@ def serve(
         if watch:
             import watchfiles  # noqa: F401 - used much later, where nobody could be told
     except ModuleNotFoundError as error:
-        raise NereidError(f"serving needs {error.name}; pip install 'nereid-triton[serve]'") from None
+        raise _missing("serving", error) from None
 
-    _log_to_stderr(verbose)
+    _log_to_stderr(verbose, log_format or "text")
 
     def from_file() -> settings.Settings:
         return settings.with_addresses(settings.load(config or Path(settings.DEFAULT_FILE)), bind, http)
@@ -100,8 +114,10 @@ def serve(
         chosen = settings.for_folder(path, bind=bind or settings.DEFAULT_BIND, http=http)
     else:
         chosen = from_file()
-    reread = from_file if path is None else None
-    options = supervisor.Options(tritonserver, envoy, state, watch, reread)
+    if log_format is None and chosen.server.log_format != "text":
+        _log_to_stderr(verbose, chosen.server.log_format)
+    file = None if path is not None else config or Path(settings.DEFAULT_FILE)
+    options = supervisor.Options(tritonserver, envoy, state, watch, from_file if file else None, file)
     serving = supervisor.serve(chosen, options, announce=_announce)
     sys.exit(asyncio.run(serving))
 
@@ -115,12 +131,23 @@ def _announce(text: str) -> None:
     sys.stdout.flush()
 
 
-def _log_to_stderr(verbose: bool) -> None:
+def _log_to_stderr(verbose: bool, log_format: str) -> None:
     from native_service.log_output import BackgroundHandler
+    from native_service.log_records import FORMATTERS
 
-    handlers = [BackgroundHandler(_STDERR)]
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=handlers)
+    handler = BackgroundHandler(_STDERR)
+    handler.setFormatter(FORMATTERS[log_format]())
+    logging.basicConfig(handlers=[handler], force=True)
     logging.getLogger("nereid").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def _complain(text: str) -> None:
+    """Say why the command ends, in the form of the log."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    if any(type(formatter).__name__ == "JsonFormatter" for formatter in formatters):
+        logging.getLogger("nereid").error("%s", text)
+    else:
+        click.echo(f"error: {text}", err=True)
 
 
 def main() -> None:
@@ -131,11 +158,11 @@ def main() -> None:
         for handler in logging.getLogger().handlers:
             handler.flush()  # the error is the last line
         for line in str(error).splitlines():
-            click.echo(f"error: {line}", err=True)
+            _complain(line)
         sys.exit(1)
     except Exception as error:  # the edge of the process
         logging.getLogger("nereid").debug("unexpected", exc_info=True)
-        click.echo(f"error: {type(error).__name__}: {error} (please report it; --verbose shows where)", err=True)
+        _complain(f"{type(error).__name__}: {error} (please report it; --verbose shows where)")
         sys.exit(1)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from native_service.access_settings import AuthSettings, JwtSettings, KeySettings
+from native_service.log_records import SECRETS
 from native_service.roles import NAMES, Role
 from nereid_backend.errors import SettingsError
 
@@ -100,6 +101,7 @@ def _secret(what: str, file: str | None, variable: str | None) -> str:
     text = text.strip()
     if not text:
         raise SettingsError(f"{what} is empty in {where}")
+    SECRETS.hide(text)
     if len(text) < _SHORTEST_SECRET:
         _LOG.warning("%s has fewer than %d characters and may be guessed", what, _SHORTEST_SECRET)
     return text

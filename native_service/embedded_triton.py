@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from native_service import launch
-from nereid_backend import locks
+from nereid_backend import locks, progress
 from nereid_backend.cache import PRIVATE, cache_folder
 from nereid_backend.errors import TritonUnavailable
 
@@ -61,6 +61,11 @@ class TritonInstall:
 
 async def find(explicit: Path | None = None) -> TritonInstall:
     """The server to use; fetches the embedded one when nothing else is there. Raises TritonUnavailable."""
+    return locate(explicit) or describe(await _fetched())
+
+
+def locate(explicit: Path | None = None) -> TritonInstall | None:
+    """The server to use if it is on this machine. Raises TritonUnavailable."""
     if explicit is not None:
         if not (explicit.is_file() and os.access(explicit, os.X_OK)):
             raise TritonUnavailable(f"--tritonserver {explicit} is not an executable file")
@@ -71,7 +76,8 @@ async def find(explicit: Path | None = None) -> TritonInstall:
         return _installed(Path(on_path))
     if os.access(in_container, os.X_OK):
         return _installed(in_container)
-    return describe(await _fetched())
+    fetched = _folder()
+    return describe(fetched) if fetched.is_dir() else None
 
 
 def _installed(server: Path) -> TritonInstall:
@@ -80,9 +86,10 @@ def _installed(server: Path) -> TritonInstall:
         # Somebody named the server of an unpacked wheel: it needs the same care as ours.
         return describe(root.parent.parent)
     backends, caches = root / "backends", root / "caches"
+    told = root / "TRITON_VERSION"  # in NVIDIA's containers
     return TritonInstall(
         server=server,
-        version="unknown",
+        version=told.read_text().strip() if told.is_file() else "unknown",
         embedded=False,
         backend_directory=backends if (backends / "python").is_dir() else None,
         cache_directory=caches if caches.is_dir() else None,
@@ -136,6 +143,11 @@ def _link(source: str, target: str) -> str:
     return target
 
 
+def _folder() -> Path:
+    """Where the wheel's files are once they have been fetched."""
+    return cache_folder() / "triton" / f"{WHEEL}-{WHEEL_VERSION}-{WHEEL_SHA256[:12]}"
+
+
 async def _fetched() -> Path:
     """The folder with the wheel's files, downloaded and unpacked once for all processes of this user."""
     folder = cache_folder() / "triton"
@@ -145,7 +157,7 @@ async def _fetched() -> Path:
         raise TritonUnavailable(
             f"{folder} cannot be made ({error.strerror}); remove it or set NEREID_CACHE_DIR"
         ) from None
-    target = folder / f"{WHEEL}-{WHEEL_VERSION}-{WHEEL_SHA256[:12]}"
+    target = _folder()
     if target.is_dir():
         return target
     descriptor = await _wait_for_lock(folder / "fetch.lock")
@@ -172,7 +184,6 @@ async def _wait_for_lock(path: Path) -> int:
 
 
 async def _download(folder: Path) -> Path:
-    _LOG.info("fetching tritonserver %s (55 MB, once) from the package index", TRITON_VERSION)
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{WHEEL}=={WHEEL_VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     pip = await asyncio.create_subprocess_exec(
@@ -183,7 +194,9 @@ async def _download(folder: Path) -> Path:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        output, _ = await pip.communicate()
+        what = f"fetching tritonserver {TRITON_VERSION} (55 MB, once) from the package index"
+        with progress.told(_LOG, what):
+            output, _ = await pip.communicate()
     finally:
         if pip.returncode is None:
             pip.kill()

@@ -13,10 +13,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from native_service import roles
+from native_service import certificates, credentials, roles
 from native_service.access_settings import TlsSettings
 from native_service.credentials import LONGEST_KEY, Credentials, TokenRules
 from native_service.roles import Role
+from native_service.settings import ServerSettings
 
 Json = dict[str, Any]
 
@@ -42,6 +43,13 @@ class Access:
 
 
 OPEN = Access()
+
+
+def read(server: ServerSettings) -> Access:
+    """Certificates checked and keys read. Raises SettingsError."""
+    if server.tls is not None:
+        certificates.check(server.tls)
+    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
 
 
 def transport_socket(tls: TlsSettings, protocol: str, *, ask_clients: bool) -> Json:

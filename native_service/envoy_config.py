@@ -12,31 +12,34 @@ watches; the rest is fixed for its life. All of it is JSON, because Envoy's YAML
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from native_service import envoy_access, envoy_scripts
+from native_service import envoy_access, envoy_limits, envoy_scripts
 from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
     CODING_HEADER,
     INTERNAL,
     KSERVE,
+    METADATA,
     MODEL_PREFIX,
     RESOURCE_EXHAUSTED,
     TRITON,
     UNAVAILABLE,
 )
-from native_service.settings import Address
+from native_service.settings import Address, Limits
+from nereid_backend.dtypes import BYTES
 from nereid_backend.spec import ModelSpec
 
 Json = dict[str, Any]
 
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
-HTTP_INFER_SOCKET = "http-infer.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
+HTTP_INFER_SOCKET = "http-infer.sock"
+HTTP_ROUTES_FILE, HTTP_INFER_ROUTES_FILE = "http-routes.json", "http-infer-routes.json"
 
 QUEUE_FULL = "model queue full, retry later"
 GONE = "the server behind this address does not answer, retry later"
@@ -44,18 +47,27 @@ RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
 
-_ROUTES = "public"
+# Callers choose the lengths of what is cut here. Metadata is cut only in the middle of other text: hence the space.
+FAILURE_FIELDS = {
+    "cluster": "%UPSTREAM_CLUSTER%",
+    "status": "%GRPC_STATUS_NUMBER%",
+    "header": "%RESP(grpc-message):600%",
+    "trailer": "%TRAILER(grpc-message):600%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+    "path": "%REQ(:path):100%",
+    "id": f" %DYNAMIC_METADATA({METADATA}:id):100%",
+    "request_id": "%REQ(x-request-id):100%",
+    "ms": "%DURATION%",
+}
+
+_ROUTES, _HTTP, _HTTP_INFER = "public", "http", "http_infer"
 _UNIX = "unix:"
-_SERVICE, _HTTP_INFER = "service", "http_infer"
-_MOST_CONNECTIONS = 10_000
+SERVICE = "service"
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _CONNECT_TIMEOUT_S = 2
-# How long headers, and a TLS handshake, may take to arrive.
-_HEADERS_S = 10
-_HEADER_LIMITS: Json = {"max_headers_count": 100}
 _MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
@@ -86,11 +98,12 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
     """What does not change while Envoy runs. ``triton`` is its gRPC's ``host:port`` or ``unix:/path``;
-    ``max_message_bytes`` is ``server.limits.max_request_bytes``."""
+    ``max_message_bytes`` is ``server.limits.max_request_bytes``, ``max_buffered_bytes`` the limit of that name."""
 
     bind: Address
     triton: str
     max_message_bytes: int
+    max_buffered_bytes: int = Limits().max_buffered_bytes
     access: Access = envoy_access.OPEN
     http: Address | None = None
     """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
@@ -111,9 +124,11 @@ def model_of_cluster(cluster: str) -> str | None:
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
+    files = {_HTTP: HTTP_ROUTES_FILE, _HTTP_INFER: HTTP_INFER_ROUTES_FILE}
+    http = {name: {"rds": {"route_config_name": name, "config_source": _watched(file)}} for name, file in files.items()}
     return {
-        **_base(),
-        "static_resources": {"listeners": [_public(settings, routes), *_fixed(settings)]},
+        **_base(settings),
+        "static_resources": {"listeners": _listeners(settings, routes, http)},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -121,8 +136,9 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = [_public(settings, routes), *_fixed(settings)]
-    return {**_base(), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
+    http = {name: {"route_config": _http_routes(settings, name)} for name in (_HTTP, _HTTP_INFER)}
+    listeners = _listeners(settings, routes, http)
+    return {**_base(settings), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
 def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
@@ -135,15 +151,26 @@ def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     return {"resources": [{"@type": kind, **route_configuration(settings, models)}]}
 
 
+def http_routes_files(settings: EnvoySettings) -> dict[str, Json]:
+    """By file, of the HTTP addresses that are open."""
+    kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
+    names = {HTTP_ROUTES_FILE: (_HTTP, settings.http), HTTP_INFER_ROUTES_FILE: (_HTTP_INFER, settings.http_infer)}
+    return {
+        file: {"resources": [{"@type": kind, **_http_routes(settings, name)}]}
+        for file, (name, address) in names.items()
+        if address is not None
+    }
+
+
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
     """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits."""
     triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
-        _cluster(settings, _SERVICE, service, _MOST_SERVICE_CALLS),
+        _cluster(settings, SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
-        *([_http_cluster("http", HTTP_SOCKET)] if settings.http else []),
+        *([_http_cluster(_HTTP, HTTP_SOCKET)] if settings.http else []),
         *([_http_cluster(_HTTP_INFER, HTTP_INFER_SOCKET)] if settings.http_infer else []),
     ]
 
@@ -157,13 +184,13 @@ def _endpoint(address: str) -> Json:
 
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
-    # models that are away.
-    native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
+    # models that are away, and texts that would fail a whole batch.
+    native = [(model.spec, model.time_limit_s) for model in models if _is_native(model)]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
     # The header, where there is one: gRPC's library keeps its own from us, and answers are to travel in kind.
     coding = _header(CODING_HEADER, "%REQ(grpc-encoding)%")
-    service = {"route": {"cluster": _SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}
+    service = {"route": {"cluster": SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     host: Json = {
         "name": _ROUTES,
@@ -176,6 +203,11 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
         ],
     }
     return {"name": _ROUTES, "virtual_hosts": [host]}
+
+
+def _is_native(model: Admitted) -> bool:
+    texts = any(tensor.element is BYTES for tensor in model.spec.client_inputs)
+    return model.spec.script is None and not model.away and not texts
 
 
 def _script(source: str) -> Json:
@@ -194,14 +226,12 @@ def _named_route(prefix: str) -> Json:
     return {"match": match, "route": {"cluster_header": CLUSTER_HEADER, "timeout": "0s"}}
 
 
-def _base() -> Json:
-    monitor = "envoy.resource_monitors.global_downstream_max_connections"
-    kind = "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig"
-    limit = {"@type": _TYPE + kind, "max_active_downstream_connections": _MOST_CONNECTIONS}
+def _base(settings: EnvoySettings) -> Json:
     return {
         "node": {"id": "nereid", "cluster": "nereid"},
-        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}},
-        "overload_manager": {"resource_monitors": [{"name": monitor, "typed_config": limit}]},
+        "stats_flush_interval": "1s",
+        "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}, "ignore_global_conn_limit": True},
+        "overload_manager": envoy_limits.overload_manager(settings.max_message_bytes, settings.max_buffered_bytes),
     }
 
 
@@ -217,82 +247,80 @@ def _watched(file: str) -> Json:
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
-    listener = _listener(settings, "public", {"socket_address": address}, routes, filters)
+    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line()]}
+    listener = _listener(settings, "public", {"socket_address": address}, routes, filters, more)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
         chain["transport_socket"] = envoy_access.transport_socket(tls, "h2", ask_clients=True)
+        chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     # Without this a second program on the same port would silently take a part of the calls.
     return {**listener, "enable_reuse_port": False}
 
 
-def _fixed(settings: EnvoySettings) -> list[Json]:
-    """The listeners whose routes do not change."""
-    health = [_http(settings, settings.http)] if settings.http else []
-    return [
-        _inner(settings),
-        *health,
-        *([_http_inference(settings, settings.http_infer)] if settings.http_infer else []),
-    ]
+def _listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, Json]) -> list[Json]:
+    health = [_http(settings, settings.http, http_routes[_HTTP])] if settings.http else []
+    inference = (
+        [_http_inference(settings, settings.http_infer, http_routes[_HTTP_INFER])] if settings.http_infer else []
+    )
+    return [_public(settings, routes), _inner(settings), *health, *inference]
 
 
-def _http(settings: EnvoySettings, bind: Address) -> Json:
-    """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
-    limit = {
-        "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
-        "stat_prefix": "http",
-        "max_connections": _MOST_HTTP_CONNECTIONS,
-    }
-    times = {"request_timeout": f"{_HEADERS_S}s", "stream_idle_timeout": f"{_HTTP_ANSWER_S}s"}
-    filters = [{"name": "envoy.filters.network.connection_limit", "typed_config": limit}]
-    # Probes have no certificates; what is not for everybody asks for a key.
-    listener = _http_listener(settings, "http", bind, filters, times, ask_clients=False, answer_s=_HTTP_ANSWER_S)
-    # Callers of models must not keep probes out.
-    return {**listener, "ignore_global_conn_limit": True}
-
-
-def _http_inference(settings: EnvoySettings, bind: Address) -> Json:
-    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
-    refusals = {
-        "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
-        "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
-    }
-    times = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
-    return _http_listener(settings, _HTTP_INFER, bind, [], times, ask_clients=True, answer_s=0)
-
-
-def _http_listener(
-    settings: EnvoySettings,
-    name: str,
-    bind: Address,
-    network_filters: Sequence[Json],
-    options: Json,
-    *,
-    ask_clients: bool,
-    answer_s: int,
-) -> Json:
-    """HTTP/1.1 before the cluster ``name``, whose answers may take ``answer_s`` (0: any time)."""
+def _http_routes(settings: EnvoySettings, name: str) -> Json:
+    """Of the listener ``name``, to the cluster of that name."""
+    answer_s = _HTTP_ANSWER_S if name == _HTTP else 0  # a model may take any time
     host = {
         "name": name,
         "domains": ["*"],
         "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
         "routes": [{"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": f"{answer_s}s"}}],
     }
+    # Clusters come from a file that is read later.
+    return {"name": name, "virtual_hosts": [host], "validate_clusters": False}
+
+
+def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
+    """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
+    limit = {
+        "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
+        "stat_prefix": "http",
+        "max_connections": _MOST_HTTP_CONNECTIONS,
+    }
+    filters = [{"name": "envoy.filters.network.connection_limit", "typed_config": limit}]
+    times = {"request_timeout": f"{envoy_limits.HEADERS_S}s", "stream_idle_timeout": f"{_HTTP_ANSWER_S}s"}
+    # Probes have no certificates; what is not for everybody asks for a key.
+    listener = _http_listener(settings, _HTTP, bind, filters, {**times, **routes}, ask_clients=False)
+    # Callers of models must not keep probes out.
+    return {**listener, "ignore_global_conn_limit": True}
+
+
+def _http_inference(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
+    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
+    refusals = {
+        "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
+        "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
+    }
+    more = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
+    return _http_listener(settings, _HTTP_INFER, bind, [], {**more, **routes}, ask_clients=True)
+
+
+def _http_listener(
+    settings: EnvoySettings, name: str, bind: Address, before: Sequence[Json], more: Json, *, ask_clients: bool
+) -> Json:
+    """HTTP/1.1; ``before`` are filters of connections, ``more`` what its connection manager has beside the usual."""
     manager = {
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "HTTP1",
-        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s", **_HEADER_LIMITS},
-        "request_headers_timeout": f"{_HEADERS_S}s",
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
+        "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
-        # Clusters come from a file that is read later.
-        "route_config": {"name": name, "virtual_hosts": [host], "validate_clusters": False},
-        **options,
+        **more,
     }
-    connection_manager = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
-    chain: Json = {"filters": [*network_filters, connection_manager]}
+    connections = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+    chain: Json = {"filters": [*before, connections]}
     if (tls := settings.access.tls) is not None:
         chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=ask_clients)
-        chain["transport_socket_connect_timeout"] = f"{_HEADERS_S}s"
+        chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     return {
         "name": name,
         "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
@@ -316,11 +344,7 @@ def _http_cluster(name: str, socket: str) -> Json:
         "type": "STATIC",
         "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
         "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
-        "circuit_breakers": {
-            "thresholds": [
-                {"max_requests": _MOST_SERVICE_CALLS, "max_connections": _MOST_SERVICE_CALLS, "max_retries": 0}
-            ]
-        },
+        "circuit_breakers": {"thresholds": [dict.fromkeys(("max_requests", "max_connections"), _MOST_SERVICE_CALLS)]},
         "typed_extension_protocol_options": {kind: options},
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
     }
@@ -329,24 +353,33 @@ def _http_cluster(name: str, socket: str) -> Json:
 def _inner(settings: EnvoySettings) -> Json:
     """For our service, which names the cluster: anybody may name any here, so it is a socket in a private folder."""
     host = {"name": "inner", "domains": ["*"], "routes": [_named_route("/")]}
-    routes = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
-    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [])
+    # What comes over it is internal in the statistics of a cluster: the times of clients' own calls stand alone there.
+    internal = {"use_remote_address": True, "internal_address_config": {"unix_sockets": True}}
+    routes: Json = {"route_config": {"name": "inner", "virtual_hosts": [host]}}
+    listener = _listener(settings, "inner", {"pipe": {"path": INNER_SOCKET, "mode": 0o600}}, routes, [], internal)
     return {**listener, "ignore_global_conn_limit": True}
 
 
-def _listener(settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json]) -> Json:
+def _listener(
+    settings: EnvoySettings, name: str, address: Json, routes: Json, filters: Sequence[Json], more: Json
+) -> Json:
     manager = {
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "HTTP2",
         # Envoy takes 10,000 waiting frames for an attack, and each line of a script is one; their bytes are bounded.
-        "http2_protocol_options": {**_http2(_window(settings)), "max_outbound_frames": _MOST_FRAMES},
+        "http2_protocol_options": {
+            **_http2(_window(settings)),
+            "max_outbound_frames": _MOST_FRAMES,
+            "max_concurrent_streams": envoy_limits.MOST_STREAMS,
+        },
         "stream_idle_timeout": f"{_IDLE_S}s",
         "request_timeout": "0s",
         "local_reply_config": {"mappers": _refusals(settings)},
         "access_log": [_failure_count()],
         "http_filters": [*filters, _router()],
         **routes,
+        **more,
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {
@@ -392,16 +425,27 @@ def _dead_stub() -> Json:
 
 
 def _refusals(settings: EnvoySettings) -> list[Json]:
-    """Envoy's own answers in gRPC's words. UO: no permit left. UF, UC, UH: Triton or our service is not there."""
+    """Envoy's own answers in gRPC's words.
+
+    UO: no permit left. UF, UC, UH: Triton or our service is not there.
+    """
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
     # The script waits for the whole message, and this one does not fit into the buffer.
     status = {"op": "EQ", "value": {"default_value": _CONTENT_TOO_LARGE, "runtime_key": "unused"}}
     too_large = {"status_code_filter": {"comparison": status}}
+    overloaded = _details("startsWith('overload')")
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
+        _refusal(overloaded, envoy_limits.OVERLOADED, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
         _refusal(_flags("UF", "UC", "UH"), GONE, [_header("grpc-status", UNAVAILABLE)]),
         _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
+
+
+def _details(condition: str) -> Json:
+    cel = _TYPE + "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+    expression = f"response.code_details.{condition}"
+    return {"extension_filter": {"name": "cel", "typed_config": {"@type": cel, "expression": expression}}}
 
 
 def _flags(*flags: str) -> Json:
@@ -425,6 +469,14 @@ def _failure_count() -> Json:
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
 
 
+def _failure_line() -> Json:
+    """Prints what ``native_service.failures`` reads of each call that did not end with OK; nothing of the others."""
+    text = _TYPE + "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+    config = {"@type": text, "log_format": {"json_format": FAILURE_FIELDS}}
+    failed = {"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}}
+    return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
+
+
 def _header(name: str, value: int | str) -> Json:
     return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
@@ -438,7 +490,7 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "max_retries": 0,
     }
     # What our service streams may wait there: all its streams share one connection.
-    window = _SERVICE_WINDOW if name == _SERVICE else _window(settings)
+    window = _SERVICE_WINDOW if name == SERVICE else _window(settings)
     http = _TYPE + "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     options = {"@type": http, "explicit_http_config": {"http2_protocol_options": _http2(window)}}
     endpoint = {"endpoint": {"address": address}}

@@ -12,13 +12,16 @@ import socket
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from native_service import envoy_access, envoy_config, huge_pages, processes
 from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.failures import of_envoy, tell
 from native_service.restarts import Tries
+from native_service.roles import Role
 from native_service.settings import Address
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -35,12 +38,16 @@ _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
 _IN_MEMORY = "envoy-in-memory"
 _MOST_WORKERS = 4
+_FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
+_RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
 _PUBLIC_CALLS = r"^http\.(public|http_infer)\.downstream_(cx|rq)_active$"
 _READS = {
     envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
     envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
+    envoy_config.HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
+    envoy_config.HTTP_INFER_ROUTES_FILE: r"^http\.http_infer\.rds\.http_infer\.update_(success|rejected)$",
 }
 
 
@@ -55,6 +62,7 @@ class EnvoyServer:
         *,
         bind: Address,
         max_message_bytes: int,
+        max_buffered_bytes: int,
         environment: Mapping[str, str],
         access: Access = envoy_access.OPEN,
         http: Address | None = None,
@@ -63,7 +71,7 @@ class EnvoyServer:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
         self._access, self._http, self._http_infer = access, http, http_infer
         self._program, self._folder, self._short_folder = program, folder, short_folder
-        self._bind, self._max_message_bytes = bind, max_message_bytes
+        self._bind, self._max_message_bytes, self._max_buffered_bytes = bind, max_message_bytes, max_buffered_bytes
         self._environment = {**os.environ, **environment}
         self._settings: EnvoySettings | None = None
         self._admin: EnvoyAdmin | None = None
@@ -75,6 +83,9 @@ class EnvoyServer:
         self._models: list[Admitted] = []
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
+        self.restarts = 0
+        """How often it was started again after its death."""
+        self._overload_told = -_OVERLOAD_EVERY_S
 
     @property
     def admin(self) -> EnvoyAdmin:
@@ -108,10 +119,12 @@ class EnvoyServer:
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
             http_infer = self._http_infer and _with_port(self._http_infer)
-            settings = EnvoySettings(bind, triton, self._max_message_bytes, self._access, http, http_infer)
+            limits = (self._max_message_bytes, self._max_buffered_bytes)
+            settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
+            self._write_http_routes(settings)
             (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
             try:
                 await self._launch()
@@ -158,6 +171,34 @@ class EnvoyServer:
                 self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
                 raise
             self._models = list(models)
+
+    async def set_keys(self, keys: Mapping[str, Role]) -> None:
+        """Let exactly ``keys`` in from now on, also on open connections; tokens and certificates stay as they are.
+
+        Raises EnvoyUnavailable; then those from before do.
+        """
+        if self._settings is None or self._access.credentials is None:
+            raise EnvoyUnavailable("Envoy has not been started with keys")
+        async with self._changing:
+            access = replace(self._access, credentials=replace(self._access.credentials, keys=keys))
+            settings = replace(self._settings, access=access)
+            await self._validate(settings, self._models)
+            try:
+                await self._replace_routes(settings)
+            except EnvoyUnavailable:
+                self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
+                self._write_http_routes(self._settings)
+                raise
+            self._settings, self._access = settings, access
+
+    async def _replace_routes(self, settings: EnvoySettings) -> None:
+        await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, self._models))
+        for file, content in envoy_config.http_routes_files(settings).items():
+            await self._replace(file, content)
+
+    def _write_http_routes(self, settings: EnvoySettings) -> None:
+        for file, content in envoy_config.http_routes_files(settings).items():
+            self._write(file, content)
 
     async def _switch(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
         staying = {model.spec.name for model in models}
@@ -211,6 +252,7 @@ class EnvoyServer:
         tries = Tries(_MOST_RESTARTS, _RESTART_WINDOW_S)
         reason = await self._next_death()
         while tries.take():
+            self.restarts += 1
             _LOG.error("%s; starting it again", reason)
             await self._end(grace_s=0)
             try:
@@ -248,6 +290,7 @@ class EnvoyServer:
             *(str(self._started_from), "--config-path", "envoy.json", "--concurrency", str(workers)),
             # One bad file would otherwise silently replace everything that is served.
             *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
+            *("--file-flush-interval-msec", str(_FLUSH_MS)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
         ]
         self._child = await processes.start(command, self._environment, folder=self._folder)
@@ -273,12 +316,25 @@ class EnvoyServer:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         async for line in processes.lines(stream):
+            if line.startswith("{"):  # the access log of failures
+                if (failure := of_envoy(line)) is not None:
+                    tell(failure)
+                continue
             match = _LINE.match(line)
             level, text = (_LEVELS.get(match[1], logging.DEBUG), match[2]) if match else (logging.DEBUG, line)
             if level >= logging.ERROR or match is None:
                 self._complaints.append(text)
-            if "caught ENVOY_SIGTERM" not in text:  # our own doing
+            if _RESETTING.match(text):
+                self._tell_of_overload()
+            elif "caught ENVOY_SIGTERM" not in text:  # our own doing
                 _LOG.log(level, "%s", text)
+
+    def _tell_of_overload(self) -> None:
+        """Envoy says so twenty times a second."""
+        now = time.monotonic()
+        if now > self._overload_told + _OVERLOAD_EVERY_S:
+            self._overload_told = now
+            _LOG.warning("callers hold too much memory; the calls that hold most are ended")
 
     async def _death(self, when: str) -> str:
         await asyncio.wait(self._readers, timeout=_LAST_LINES_S)

@@ -12,7 +12,8 @@ from nereid_backend.spec import ModelSpec
 
 REGION = "shared_memory_region"
 """The parameter of a tensor that lies in shared memory."""
-CLUSTER_HEADER, CODING_HEADER = "nereid-cluster", "nereid-coding"
+CODING_HEADER = "nereid-coding"
+CLUSTER_HEADER = "nereid-cluster"
 KSERVE = "inference.GRPCInferenceService"
 TRITON, MODEL_PREFIX = "triton", "model_"
 """Names of clusters: Triton without permits, and what stands before a model's name for Triton with them."""
@@ -24,6 +25,8 @@ MOST_SIZE, MOST_ELEMENTS = 2**31 - 1, 2**53
 # Of all names, shapes, ids and parameters of a request together: what fits into an error that repeats them.
 MOST_TEXT_BYTES = 16 * 1024
 _MOST_PARTS = 10_000
+METADATA = "nereid"
+"""Where a request's own id is kept for the log, when it has one."""
 # Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
 STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
@@ -44,7 +47,7 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
         f'local infer, asking = "/{KSERVE}/ModelInfer", {{{asking}}}\n'
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
-        f"local most_text, most_parts = {MOST_TEXT_BYTES}, {_MOST_PARTS}\n"
+        f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n'
         f'local region = "{REGION}"\n' + _ON_REQUEST
     )
 
@@ -70,8 +73,8 @@ end
 # Reads KServe's messages by their keys (field number * 8 + kind). Only what every reader takes the same way is read: a
 # field that is not KServe's, of another kind or twice where once is meant, or a malformed one, ends the reading.
 _ON_REQUEST = """
-local window_bytes, longest_name = 4096, 1024
-local buffer, window, first, parts, texts
+local window_bytes, longest_name, longest_id = 4096, 1024, 100
+local buffer, window, first, parts, texts, id
 
 -- Places are asked for in ascending order.
 local function byte(at)
@@ -176,6 +179,7 @@ local function read_request(length, is_infer)
       -- Triton repeats them in its errors. An error of more than 64 KiB breaks the connection with all calls on it, and
       -- calls that are cut off at once can crash Triton 2.51.
       if is_too_much(at - from) or (key == 50 and is_in_region(from, at)) then return nil end
+      if key == 26 and at - from <= longest_id then id = text(from, at) end
     elseif key ~= 58 or is_too_much(0) then -- raw contents
       return nil
     end
@@ -221,11 +225,13 @@ function envoy_on_request(request)
   -- One message, not compressed: nothing else is for Triton.
   local flag, a, b, c, d = window:byte(1, 5)
   local name = nil
+  id = nil
   if flag == 0 and ((a * 256 + b) * 256 + c) * 256 + d == length - 5 then name = read_request(length, is_infer) end
   buffer, window = nil, nil
   if name == nil then return end
   -- Waiting for the body has ended the life of the objects from before it.
   headers = request:headers()
+  if id and id:match("^[%w%p ]+$") then request:streamInfo():dynamicMetadata():set(metadata, "id", id) end
   if is_infer and limits[name] then shorten(headers, limits[name]) end
   headers:add(header, is_infer and prefix .. name or triton)
   request:clearRouteCache()

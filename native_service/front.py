@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 
 from native_service import certificates
-from native_service.checkpoint import Budget
 from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_config import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
+from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.kserve_http import HttpInference
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
+from native_service.regions import Regions
 from native_service.run_directory import RunDirectory
-from native_service.script_calls import Counts, ScriptCalls
-from native_service.settings import Address, ServerSettings
+from native_service.script_calls import ScriptCalls
+from native_service.settings import Address, Limits, ServerSettings
 from native_service.shared_memory import SharedMemory
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
@@ -50,10 +51,14 @@ class Front:
         self._inference: Inference | None = None
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._native: NereidService | None = None
+        self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
+        self._answered_calls: Tally[tuple[str, int]] = Tally()
+        self._connections: Tally[str] = Tally()
         self._counting = asyncio.Lock()
         self._ending = contextlib.AsyncExitStack()
 
@@ -79,18 +84,20 @@ class Front:
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
-        budget = Budget(limits.max_buffered_bytes)
         memory = SharedMemory(self._triton.channel, self._triton.key) if server.allow_shared_memory else None
         kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, memory)
-        native = NereidService(specs, inference, limits, scripts, budget)
-        self._services = (kserve, native)
+        regions = Regions(self._run.shared_memory_prefix, self._triton)
+        self._ending.push_async_callback(regions.close)
+        native = NereidService(specs, inference, limits, scripts, regions)
+        self._native, self._services = native, (kserve, native)
+        inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
         if server.http_infer is not None:
-            http = HttpInference(kserve, limits, budget)
+            self._http_inference = http = HttpInference(kserve, limits, native.budget)
             self._ending.push_async_callback(http.stop)
             await http.start(f"{self._run.short_path}/{HTTP_INFER_SOCKET}")
         self._envoy = EnvoyServer(
@@ -99,6 +106,7 @@ class Front:
             self._run.short_path,
             bind=server.bind,
             max_message_bytes=largest,
+            max_buffered_bytes=limits.max_buffered_bytes,
             environment=self._run.environment,
             access=self._access,
             http=server.http,
@@ -122,18 +130,31 @@ class Front:
         """Whether a call of every required model would be answered now."""
         return not self._lacks and await self.is_answering()
 
-    async def failed(self) -> Failed:
-        """The calls that did not end well since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
+    async def counted(self) -> Counted:
+        """What was counted since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
+        if self._inference is None or self._native is None or self._scripts is None:
+            raise RuntimeError("the front has not been started")
         async with self._counting:  # an older look that comes later would read like a counter that fell
-            life, counts = self.envoy_pid, await self.admin.failed_calls()
+            life, look = self.envoy_pid, await self.admin.look()
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
-            return Failed(self._failed_calls.total(life, counts), self._refusals.counts)
+            ever = self._connections.total(life, {"": look.connections_ever})
+            return Counted(
+                Failed(self._failed_calls.total(life, look.failed), self._refusals.counts),
+                self._answered_calls.total(life, look.answered_ms),
+                look.permits_in_use,
+                look.connections,
+                ever.get("", 0),
+                self._scripts.counts,
+                self._inference.calls,
+                self._native.budget.used_bytes,
+                self._native.budget.total_bytes,
+            )
 
     @property
-    def script_counts(self) -> Mapping[str, Counts]:
-        """How the calls of each script model ended."""
-        return {} if self._scripts is None else self._scripts.counts
+    def envoy_restarts(self) -> int:
+        """How often Envoy was started again after its death."""
+        return 0 if self._envoy is None else self._envoy.restarts
 
     @property
     def http(self) -> Address | None:
@@ -173,11 +194,36 @@ class Front:
         finally:
             self._specs = specs
             self._tell(specs)
+            self._inference.calls.set_models([spec.name for spec in specs])
         await self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:
             service.set_models(specs)
+
+    @property
+    def access(self) -> Access:
+        """What protects the addresses now."""
+        return self._access
+
+    async def set_access(self, access: Access) -> None:
+        """Let the keys of ``access`` in instead of those from before, and read the certificates again.
+
+        Tokens, and which files hold the certificates, stay as they are. Raises EnvoyUnavailable.
+        """
+        if self._envoy is None:
+            raise RuntimeError("the front has not been started")
+        if access.credentials is not None and access != self._access:
+            await self._envoy.set_keys(access.credentials.keys)
+            self._access = access
+        self._envoy.read_certificates_again()
+
+    def set_limits(self, limits: Limits) -> None:
+        """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""
+        if self._native is not None:
+            self._native.set_limits(limits)
+        if self._http_inference is not None:
+            self._http_inference.set_limits(limits)
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

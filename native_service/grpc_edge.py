@@ -11,10 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from native_service.calls import Calls
 from native_service.envoy_config import RETRY_AFTER_S, model_cluster
-from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE, PROCESS_DIED, STUB_IS_DEAD
+from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE
 from native_service.metrics import Refusals
-from native_service.triton_errors import canonical
+from native_service.triton_errors import status_of
 from nereid_backend.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -34,22 +35,13 @@ _LONGEST_TEXT = 500
 _SHORTEST_DEADLINE_S = 0.010
 
 
-class _NoDeadline:
-    """What calls ask of gRPC's context, for a client that tells no deadline."""
-
-    def time_remaining(self) -> None:
-        return None
-
-
-NO_DEADLINE = _NoDeadline()
-
-
 class Inference:
     """Runs models through Envoy's inner listener, which takes a permit of the model or refuses at once."""
 
     def __init__(self, channel: Any, refusals: Refusals) -> None:
         """``channel`` is a grpc.aio channel to the inner listener; ``refusals`` counts what is not handed to it."""
         self.refusals = refusals
+        self.calls = Calls()
         self.away: Collection[str] = ()
         """The models whose calls cannot run at the moment."""
         self.time_limits_s: Mapping[str, float] = {}
@@ -103,31 +95,23 @@ def _permit_of(model: str) -> tuple[tuple[str, str], ...]:
     return ((CLUSTER_HEADER, model_cluster(model)),)
 
 
-async def answer_in_kind(context: Any) -> None:
-    """Compress the answers of a call as its requests were."""
-    coding = dict(context.invocation_metadata() or ()).get(CODING_HEADER)
-    if coding in _CODINGS:
-        context.set_compression(_CODINGS[coding])
-        # The library forgets it for the answer of a unary call that sends this by itself.
-        await context.send_initial_metadata(())
-
-
 @asynccontextmanager
 async def errors_told(context: Any) -> AsyncIterator[None]:
     """Ends the call of ``context`` with the code and words of what is raised inside."""
     try:
         yield
     except (NereidError, grpc.aio.AioRpcError) as error:
-        await _abort(context, told(error))
+        code, text, retry_after = told(error)
+        hints = () if retry_after is None else ((_RETRY_AFTER, retry_after),)
+        await context.abort(grpc.StatusCode[code], text, hints)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError:
+        # The library's word for a client that went while it was being written to.
+        await context.abort(grpc.StatusCode.CANCELLED, "the client has gone")
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients
-        await _abort(context, internal_error())
-
-
-async def _abort(context: Any, error: Told) -> None:
-    hints = () if error.retry_after is None else ((_RETRY_AFTER, error.retry_after),)
-    await context.abort(grpc.StatusCode[error.code], error.text, hints)
+        _LOG.exception("a call failed in a way nobody planned for")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 
 
 class Told(NamedTuple):
@@ -145,17 +129,16 @@ def told(error: NereidError | grpc.aio.AioRpcError) -> Told:
     """What a client gets of ``error``, ours or Triton's."""
     if isinstance(error, NereidError):
         return Told(error.code, shown(error), str(RETRY_AFTER_S) if isinstance(error, ResourceExhausted) else None)
-    # Triton's own code and words: the runtime inside has made them fit for a client.
-    if STUB_IS_DEAD in (error.details() or ""):
-        return Told("UNAVAILABLE", PROCESS_DIED)
-    code, text = canonical(error.code().name, error.details() or "Triton gave no reason")
-    return Told(code, text, next((value for key, value in _metadata_of(error) if key == _RETRY_AFTER), None))
+    return Told(*status_of(error), next((value for key, value in _metadata_of(error) if key == _RETRY_AFTER), None))
 
 
-def internal_error() -> Told:
-    """What a client gets of the exception in progress, which the log gets whole."""
-    _LOG.exception("a call failed in a way nobody planned for")
-    return Told("INTERNAL", "internal error; the server's log has the details")
+async def answer_in_kind(context: Any) -> None:
+    """Compress the answers of a call as its requests were."""
+    coding = dict(context.invocation_metadata() or ()).get(CODING_HEADER)
+    if coding in _CODINGS:
+        context.set_compression(_CODINGS[coding])
+        # The library forgets it for the answer of a unary call that sends this by itself.
+        await context.send_initial_metadata(())
 
 
 def shown(error: NereidError) -> str:
@@ -172,13 +155,16 @@ def parsed(kind: Any, data: bytes) -> Any:
         raise InvalidArgument(f"the request is not a valid {kind.DESCRIPTOR.full_name}") from None
 
 
-def unary(call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: Any) -> Any:
-    """A gRPC handler for ``call``; ``request`` and ``response`` are the types of its messages."""
+def unary(calls: Calls, name: str, call: Callable[[Any, Any], Awaitable[Any]], request: Any, response: Any) -> Any:
+    """A gRPC handler for ``call``, the method ``name``; ``request`` and ``response`` are the types of its messages."""
 
     async def answer(data: bytes, context: Any) -> Any:
         async with errors_told(context):
             await answer_in_kind(context)
-            return await call(parsed(request, data), context)
+            with calls.watched(name, context) as watched:
+                message = parsed(request, data)
+                watched.model = getattr(message, "model_name", "") or getattr(message, "name", "")
+                return await call(message, context)
         raise AssertionError("errors_told ends the call")
 
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=response.SerializeToString)

@@ -5,13 +5,16 @@ Protobuf's own objects would hold every tensor a second and a third time; a Chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from mmap import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from native_service.regions import Region
+from nereid_backend import dtypes
 from nereid_backend.errors import EngineError
 from nereid_backend.spec import TensorSpec
 
@@ -27,21 +30,52 @@ class Tensor(NamedTuple):
 
     name: str
     shape: Sequence[int]
-    data: bytes | memoryview | mmap
+    data: bytes | memoryview | mmap | Region
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.used_bytes if isinstance(self.data, Region) else len(self.data)
+
+    def part(self, start: int, stop: int) -> bytes:
+        """A copy of these bytes, fewer beyond the end."""
+        return self.data.read(start, stop) if isinstance(self.data, Region) else bytes(self.data[start:stop])
 
 
-def write_request(model: str, inputs: Sequence[tuple[TensorSpec, Tensor]]) -> bytes:
-    """A serialised ModelInferRequest; the tensors are copied into it."""
-    head = service_pb2.ModelInferRequest(model_name=model)
+def write_request(
+    model: str,
+    inputs: Sequence[tuple[TensorSpec, Tensor]],
+    outputs: Mapping[str, Region | None] | None = None,
+    request_id: str = "",
+) -> bytes:
+    """A serialised ModelInferRequest. Tensors are copied into it, but for those in regions, which Triton must know.
+
+    ``outputs``: what to answer with, and where to put it; None for all, in the answer.
+    """
+    head = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     parts: list[bytes | memoryview | mmap] = []
     for spec, tensor in inputs:
-        head.inputs.add(name=tensor.name, datatype=spec.element.kserve, shape=tensor.shape)
-        parts += [_varint(_RAW_INPUT << 3 | _LENGTH), _varint(len(tensor.data)), tensor.data]
+        described = head.inputs.add(name=tensor.name, datatype=spec.element.kserve, shape=tensor.shape)
+        if isinstance(tensor.data, Region):
+            _place(described, tensor.data, tensor.data.used_bytes)
+        else:
+            parts += [_varint(_RAW_INPUT << 3 | _LENGTH), _varint(len(tensor.data)), tensor.data]
+    for name, region in (outputs or {}).items():
+        asked = head.outputs.add(name=name)
+        if region is not None:
+            _place(asked, region, region.size_bytes)
     return b"".join([head.SerializeToString(), *parts])
 
 
-def read_outputs(message: bytes) -> list[Tensor]:
-    """The outputs of a serialised ModelInferResponse; ``data`` are views of ``message``. Raises EngineError."""
+def _place(described: Any, region: Region, size_bytes: int) -> None:
+    described.parameters["shared_memory_region"].string_param = region.name
+    described.parameters["shared_memory_byte_size"].int64_param = size_bytes
+
+
+def read_outputs(message: bytes, regions: Mapping[str, Region | None] | None = None) -> list[Tensor]:
+    """The outputs of a serialised ModelInferResponse. Raises EngineError.
+
+    ``data`` are views of ``message``, or the regions that the request asked for, whose ``used_bytes`` are set.
+    """
     rest, contents = [], []
     try:
         for field, whole, value in _fields(memoryview(message)):
@@ -52,9 +86,23 @@ def read_outputs(message: bytes) -> list[Tensor]:
         outputs = service_pb2.ModelInferResponse.FromString(b"".join(rest)).outputs
     except (DecodeError, IndexError, KeyError):
         raise EngineError("Triton's answer is not a ModelInferResponse") from None
-    if len(outputs) != len(contents):
+    placed = {name: region for name, region in (regions or {}).items() if region is not None}
+    if len(contents) == len(outputs):  # Triton leaves an empty place for each that is elsewhere, but for the last
+        carried = [data for t, data in zip(outputs, contents, strict=True) if t.name not in placed]
+    else:
+        carried = contents
+    if len(carried) != sum(t.name not in placed for t in outputs):
         raise EngineError("Triton's answer has outputs that carry no bytes")
-    return [Tensor(t.name, tuple(t.shape), data) for t, data in zip(outputs, contents, strict=True)]
+    rest_of = iter(carried)
+    return [
+        _filled(t, placed[t.name]) if t.name in placed else Tensor(t.name, tuple(t.shape), next(rest_of))
+        for t in outputs
+    ]
+
+
+def _filled(output: Any, region: Region) -> Tensor:
+    region.used_bytes = math.prod(output.shape) * dtypes.by_kserve(output.datatype).size_bytes
+    return Tensor(output.name, tuple(output.shape), region)
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:

@@ -11,22 +11,25 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
+from native_service.calls import Call, short_id
+from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES, REGION
+from native_service.exposition import own_version
+from native_service.failures import ASSISTED, STREAM
 from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, shown, triton_call, unary
 from native_service.script_calls import ScriptCalls
 from native_service.shared_memory import SharedMemory, uses_region
 from native_service.triton_errors import canonical
+from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, NotOffered, short_repr
 from nereid_backend.spec import ModelSpec
 
-Call = Callable[[Any, Any], Awaitable[Any]]
-"""What answers a request of a method, given gRPC's context of it or what has its ``time_remaining``."""
+Method = Callable[[Any, Any], Awaitable[Any]]
+"""What answers a request, given gRPC's context of it or what has its ``time_remaining`` and ``invocation_metadata``."""
 
 VERSION = "1"
 _VERSIONS = ("", VERSION)
@@ -35,8 +38,10 @@ _OFF = ("TraceSetting", "LogSettings", *(f"CudaSharedMemory{verb}" for verb in (
 _OFF_EXTENSIONS = ("cuda_shared_memory", "trace", "logging")
 _MEMORY = tuple(f"SystemSharedMemory{verb}" for verb in ("Status", "Register", "Unregister"))
 _MEMORY_EXTENSION = "system_shared_memory"
-_CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload")
 _MEMORY_IS_OFF = "shared memory is switched off on this server (server.allow_shared_memory)"
+# Texts of so many bytes are looked at beside the event loop.
+_LARGE_BYTES = 64 * 1024
+_CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload")
 _CONTROL_EXTENSION = "model_repository"
 # Stock clients always send it; nothing here depends on another public model.
 _DEPENDENTS = "unload_dependents"
@@ -75,7 +80,7 @@ class KServeService:
         self._is_ready = is_ready
         self._control = control
         self._memory = memory
-        self._calls: dict[str, Call] = {
+        self._methods: dict[str, Method] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ServerMetadata": self._server_metadata,
@@ -84,7 +89,6 @@ class KServeService:
             "ModelConfig": self._asked_of_triton("ModelConfig"),
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
-            "ModelInfer": self._model_infer,
             **self._control_calls(),
             **self._memory_calls(),
             **dict.fromkeys(_OFF, _switched_off),
@@ -98,17 +102,30 @@ class KServeService:
     def handler(self) -> Any:
         """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
         methods: dict[str, Any] = {
-            name: unary(call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response"))
-            for name, call in self._calls.items()
+            name: unary(
+                self._inference.calls, name, call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+            )
+            for name, call in self._methods.items()
         }
+        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(
+            self._unary_infer, response_serializer=pb.ModelInferResponse.SerializeToString
+        )
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer, response_serializer=pb.ModelStreamInferResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(KSERVE, methods)
 
     async def call(self, method: str, request: Any, context: Any) -> Any:
-        """The answer of the unary ``method`` to its ``request``. Raises NereidError and grpc.aio.AioRpcError."""
-        return await self._calls[method](request, context)
+        """The answer of the unary ``method`` to its ``request``; of ``context`` its deadline and its metadata matter.
+
+        Raises NereidError and grpc.aio.AioRpcError.
+        """
+        if method == "ModelInfer":
+            with self._inference.calls.watched(ASSISTED, context) as call:
+                return await self._told(call, request, context)
+        with self._inference.calls.watched(method, context) as call:
+            call.model = getattr(request, "model_name", "") or getattr(request, "name", "")
+            return await self._methods[method](request, context)
 
     @contextmanager
     def refused(self, model: str) -> Iterator[None]:
@@ -132,14 +149,14 @@ class KServeService:
         off |= set() if self._control else {_CONTROL_EXTENSION}
         off |= set() if self._memory else {_MEMORY_EXTENSION}
         extensions = [name for name in theirs.extensions if name.partition("(")[0] not in off]
-        return pb.ServerMetadataResponse(name="nereid", version=_version(), extensions=extensions)
+        return pb.ServerMetadataResponse(name="nereid", version=own_version(), extensions=extensions)
 
     async def _model_ready(self, request: Any, _context: Any) -> Any:
         if request.name not in self._specs or request.version not in _VERSIONS or request.name in self._inference.away:
             return pb.ModelReadyResponse(ready=False)
         return await self._ask("ModelReady", request)
 
-    def _asked_of_triton(self, method: str) -> Call:
+    def _asked_of_triton(self, method: str) -> Method:
         async def ask(request: Any, _context: Any) -> Any:
             self._served(request.name, request.version)
             return await self._ask(method, request)
@@ -163,7 +180,7 @@ class KServeService:
                 answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
         return answer
 
-    def _control_calls(self) -> dict[str, Call]:
+    def _control_calls(self) -> dict[str, Method]:
         load, unload = _CONTROL
         if self._control is None:
             return dict.fromkeys(_CONTROL, _control_is_off)
@@ -172,11 +189,28 @@ class KServeService:
             unload: _controlling(self._control.unload, pb.RepositoryModelUnloadResponse),
         }
 
-    def _memory_calls(self) -> dict[str, Call]:
+    def _memory_calls(self) -> dict[str, Method]:
         if self._memory is None:
             return dict.fromkeys(_MEMORY, _memory_is_off)
-        calls = (self._memory.status, self._memory.register, self._memory.unregister)
-        return dict(zip(_MEMORY, calls, strict=True))
+        return dict(zip(_MEMORY, (self._memory.status, self._memory.register, self._memory.unregister), strict=True))
+
+    async def _unary_infer(self, data: bytes, context: Any) -> Any:
+        async with errors_told(context):
+            await answer_in_kind(context)
+            with self._inference.calls.watched(ASSISTED, context) as call:
+                return await self._told(call, parsed(pb.ModelInferRequest, data), context)
+        raise AssertionError("errors_told ends the call")
+
+    async def _told(self, call: Call, request: Any, context: Any) -> Any:
+        """The answer, after ``call`` has learned what it is about. What runs the model gets its id to log it by."""
+        call.model = request.model_name
+        if request.id:
+            call.request_id = short_id(request.id)
+            return await self._model_infer(request, context)
+        request.id = call.request_id
+        answer = await self._model_infer(request, context)
+        answer.id = ""  # as Triton answers a request without one
+        return answer
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
         spec = self._served(request.model_name, request.model_version)
@@ -185,6 +219,7 @@ class KServeService:
             check_texts(request)  # first: it bounds how many sizes a shape has
             check_shapes(request, spec)
             self._check_memory(request, spec)
+            await check_bytes(request, spec)
         except NereidError as error:
             self._inference.refusals.add(spec.name, error)
             raise
@@ -207,7 +242,8 @@ class KServeService:
             await answer_in_kind(context)
             async for request in requests:
                 try:
-                    response = await self._model_infer(parsed(pb.ModelInferRequest, request), context)
+                    with self._inference.calls.watched(STREAM, context) as call:
+                        response = await self._told(call, parsed(pb.ModelInferRequest, request), context)
                 except NereidError as error:
                     answer = pb.ModelStreamInferResponse(error_message=shown(error))
                 except grpc.aio.AioRpcError as error:
@@ -261,6 +297,10 @@ async def _control_is_off(_request: Any, _context: Any) -> Any:
     raise NotOffered("model control is switched off on this server (server.allow_model_control)")
 
 
+async def _memory_is_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered(_MEMORY_IS_OFF)
+
+
 def check_shapes(request: Any, spec: ModelSpec) -> None:
     """Raise InvalidArgument for shapes that Triton 2.51 takes and comes to harm by.
 
@@ -288,16 +328,27 @@ def check_texts(request: Any) -> None:
         )
 
 
-async def _memory_is_off(_request: Any, _context: Any) -> Any:
-    raise NotOffered(_MEMORY_IS_OFF)
+async def check_bytes(request: Any, spec: ModelSpec) -> None:
+    """Raise InvalidArgument for texts whose lengths lead past the end: Triton 2.51 fails the whole batch for one."""
+    contents = iter(request.raw_input_contents)
+    for tensor in request.inputs:
+        if REGION in tensor.parameters:
+            continue
+        data = next(contents, b"")
+        if tensor.datatype == BYTES.kserve and data:
+            whole = await asyncio.to_thread(is_whole, data) if len(data) > _LARGE_BYTES else is_whole(data)
+            if not whole:
+                where = f"model {spec.name!r} input {short_repr(tensor.name)}"
+                raise InvalidArgument(f"{where} is no BYTES tensor: a length leads past its end")
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether texts, each behind its length in 4 bytes, fill ``data``."""
+    at, end = 0, len(data)
+    while at + 4 <= end:
+        at += 4 + int.from_bytes(data[at : at + 4], "little")
+    return at == end
 
 
 async def _switched_off(_request: Any, _context: Any) -> Any:
     raise NotOffered("this call is switched off on this server")
-
-
-def _version() -> str:
-    try:
-        return version("nereid-triton")
-    except PackageNotFoundError:
-        return "unknown"

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from native_service.body_codings import Decoder, accepted_coding, encode
 from native_service.checkpoint import Budget
-from native_service.grpc_edge import NO_DEADLINE, Told, internal_error, told
+from native_service.grpc_edge import Told, told
 from native_service.http_endpoints import is_not_about_bad_bytes
 from native_service.kserve_grpc import KServeService
 from native_service.kserve_json import parse_object, read_infer, set_field, set_parameters, to_json, write_infer
@@ -90,6 +90,19 @@ ROUTES = _routes()
 """The method of ``inference.GRPCInferenceService`` behind each verb and path."""
 
 
+class _Context:
+    """What calls ask of gRPC's context."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    def time_remaining(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [(name.lower(), value) for name, value in self._request.headers.items()]
+
+
 class HttpInference:
     """The HTTP server. ``start`` once, ``stop`` at the end."""
 
@@ -97,6 +110,10 @@ class HttpInference:
         """``budget`` bounds what all requests together hold, those of Checkpoint included."""
         self._service, self._limits, self._budget = service, limits, budget
         self._runner: web.AppRunner | None = None
+
+    def set_limits(self, limits: Limits) -> None:
+        """What calls that begin from now on may send."""
+        self._limits = limits
 
     async def start(self, socket: str) -> None:
         """Listen on the Unix socket ``socket``."""
@@ -132,7 +149,7 @@ class HttpInference:
                 self._check_json(len(body))
             message = request_type()
             _fill(message, request.match_info, parse_object(bytes(body)))
-            return _shown(method, await self._service.call(method, message, NO_DEADLINE))
+            return _shown(method, await self._service.call(method, message, _Context(request)))
 
         return answer
 
@@ -146,7 +163,7 @@ class HttpInference:
                 self._check_json(len(text))
                 asked = await _beside(len(body), read_infer, model, version, text, tensors)
             del body, text, tensors
-            response = await self._service.call("ModelInfer", asked.message, NO_DEADLINE)
+            response = await self._service.call("ModelInfer", asked.message, _Context(request))
             held.take(sum(map(len, response.raw_output_contents)))
             most = self._limits.max_message_bytes
             size = response.ByteSize()
@@ -272,7 +289,8 @@ async def _errors_told(request: web.Request, handler: Callable[[web.Request], Aw
     except (ConnectionError, asyncio.IncompleteReadError):
         raise  # the client has gone
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients
-        return _failed(internal_error())
+        _LOG.exception("a request failed in a way nobody planned for")
+        return _refused(_INTERNAL, "internal error; the server's log has the details")
 
 
 def _failed(error: Told) -> web.Response:

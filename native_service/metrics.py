@@ -60,14 +60,6 @@ def with_failures(text: str, failed: Failed) -> str:
     return "\n".join(lines)
 
 
-def restarts_text(restarts: Mapping[str, int]) -> str:
-    """The series, in Prometheus' format, of how often each model was started again after its process had died."""
-    name = "nereid_model_restarts_total"
-    lines = [f"# HELP {name} Restarts of a model whose process died", f"# TYPE {name} counter"]
-    lines += [f'{name}{{model="{model}"}} {count}' for model, count in restarts.items()]
-    return "\n".join(lines) + "\n"
-
-
 class Refusals:
     """Calls for a served model that our service ended before Envoy was asked for a permit, by model and reason."""
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converted, Converter, Source
-from native_service.settings import Settings
+from native_service.model_records import ModelRecord, ModelRecords
+from native_service.settings import ModelSettings, Settings
 from native_service.triton_errors import without_paths
-from native_service.watch import Fingerprint, fingerprint, settled
+from native_service.watch import Fingerprint, fingerprint, scan, settled
 from nereid_backend.errors import (
     BundleError,
     ModelLoadError,
@@ -32,6 +34,8 @@ from nereid_backend.spec import ModelSpec
 _LOG = logging.getLogger("nereid.serve")
 
 _MOST_WAITING = 16
+# What a model need not be converted or loaded anew for, as its queue_capacity.
+_ADMISSION_OPTIONS = ("time_limit_s", "required")
 
 
 class _Attempt(NamedTuple):
@@ -42,8 +46,22 @@ class _Attempt(NamedTuple):
     callees: Mapping[str, ModelSpec]
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One line per thing that a reload has changed, could not change, and leaves for a restart."""
+
+    applied: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the server is now as the settings say."""
+        return not self.failed and not self.refused
+
+
 class ModelControl:
-    """``convert`` and ``load_converted`` at the start; then ``load``, ``unload`` and ``follow``."""
+    """``convert`` and ``load_converted`` at the start; then ``load``, ``unload``, ``reload`` and ``follow``."""
 
     def __init__(
         self, settings: Settings, catalogue: Catalogue, new_converter: Callable[[], Converter], *, lenient: bool
@@ -59,6 +77,7 @@ class ModelControl:
         self._view: Mapping[str, Fingerprint] | None = None
         self._complaints: set[str] = set()
         self._restarts: Counter[str] = Counter()
+        self._records = ModelRecords()
         self._turn = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
 
@@ -66,6 +85,13 @@ class ModelControl:
     def restarts(self) -> dict[str, int]:
         """How often each served model was started again after its process had died."""
         return {name: self._restarts[name] for name in self._catalogue.specs}
+
+    @property
+    def records(self) -> dict[str, ModelRecord]:
+        """What is known of every model that is served or should be, hidden ones too."""
+        listed = [model.name for model in self._settings.models]
+        names = dict.fromkeys((*listed, *self._tried, *self._catalogue.specs))
+        return {name: self._records[name] for name in names if name not in self._unloaded}
 
     async def convert(self) -> list[tuple[Source, Converted]]:
         """Convert everything the settings name. Raises BundleError with a line per model that failed."""
@@ -82,7 +108,6 @@ class ModelControl:
                 else:
                     converted.append((source, staged))
                     specs[source.name] = staged.spec
-                    _LOG.info("converted %s", source.name)
         self._report(problems, BundleError)
         return converted
 
@@ -91,13 +116,11 @@ class ModelControl:
         problems = []
         for source, staged in converted:
             try:
-                await self._catalogue.put(source, staged)
+                await self._serve(source, staged)
             except TritonUnavailable:
                 raise
             except NereidError as error:
                 problems.append(str(error))
-            else:
-                _LOG.info("loaded %s (%s on %s)", source.name, staged.spec.engine, staged.spec.device)
         self._report(problems, ModelLoadError)
 
     async def load(self, name: str) -> None:
@@ -107,6 +130,14 @@ class ModelControl:
     async def unload(self, name: str) -> None:
         """Serve ``name`` no longer, until it is loaded by name. Raises NereidError, fit for a caller."""
         await self._in_turn(partial(self._unload, name))
+
+    async def reload(self, settings: Settings, outcome: Outcome, *, before: Callable[[], Awaitable[None]]) -> None:
+        """Serve what ``settings`` list, as it is on disk now, and tell ``outcome``. What is served keeps answering.
+
+        Everything new is converted first: when that fails nothing is changed and BundleError has a line per reason,
+        unless this control is lenient. ``before`` is done between that and the first change.
+        """
+        await self._in_turn(partial(self._reload, settings, before, outcome))
 
     async def route_dead(self) -> None:
         """Send the callers of models whose process has died away. Raises NereidError."""
@@ -124,8 +155,7 @@ class ModelControl:
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
         """Keep up with the folder, and with the list of models that ``reread`` gives, until cancelled."""
         folder = self._settings.server.folder
-        is_a_model = any(source.path == folder for source, *_ in self._tried.values())
-        async with aclosing(settled(folder, as_one=is_a_model)) as views:
+        async with aclosing(settled(folder, as_one=self._is_one_model())) as views:
             async for view in views:
                 if reread is not None:
                     self._read_again(reread)
@@ -193,19 +223,104 @@ class ModelControl:
         self._unloaded.add(name)
 
     async def _put(self, source: Source, converter: Converter) -> None:
-        staged = await self._stage(source, converter, self._catalogue.specs)
-        await self._catalogue.put(source, staged)
+        await self._serve(source, await self._stage(source, converter, self._catalogue.specs))
+
+    async def _serve(self, source: Source, staged: Converted) -> None:
+        with self._records.loading(source.name):
+            await self._catalogue.put(source, staged)
         _LOG.info("loaded %s (%s on %s)", source.name, staged.spec.engine, staged.spec.device)
 
     async def _stage(self, source: Source, converter: Converter, others: Mapping[str, ModelSpec]) -> Converted:
         as_it_is = await asyncio.to_thread(fingerprint, source.path)
         callees = _callees(source, others)
         self._tried[source.name] = _Attempt(source, as_it_is, callees)
-        staged = await self._catalogue.stage(source, converter, callees)
-        if await asyncio.to_thread(fingerprint, source.path) != as_it_is:
-            await self._catalogue.discard(staged)
-            raise BundleError(f"{source.path.name} changed while it was read; try again when it is complete")
+        with self._records.converting(source.name):
+            staged = await self._catalogue.stage(source, converter, callees)
+            if await asyncio.to_thread(fingerprint, source.path) != as_it_is:
+                await self._catalogue.discard(staged)
+                raise BundleError(f"{source.path.name} changed while it was read; try again when it is complete")
         return staged
+
+    async def _reload(self, settings: Settings, before: Callable[[], Awaitable[None]], outcome: Outcome) -> None:
+        tried, served = dict(self._tried), self._catalogue.specs
+        specs = served.copy()
+        staged: list[tuple[Source, Converted]] = []
+        admitted: list[Source] = []
+        try:
+            view = await asyncio.to_thread(self._look)
+            async with self._new_converter() as converter:
+                sources, problems = await converter.sources(settings)
+                for source in [source for source in sources if source.name not in self._unloaded]:
+                    state = await asyncio.to_thread(fingerprint, source.path)
+                    attempt = _Attempt(source, state, _callees(source, specs))
+                    if self._tried.get(source.name) == attempt and self._records[source.name].failure is None:
+                        continue
+                    if self._differs_in_admission(attempt):
+                        admitted.append(source)
+                        continue
+                    try:
+                        staged.append((source, await self._stage(source, converter, specs)))
+                        specs[source.name] = staged[-1][1].spec
+                    except NereidError as error:
+                        problems.append(f"model {source.name!r}: {error}")
+            if problems and not self._lenient:
+                raise BundleError("\n".join(problems))
+            await before()
+        except BaseException:
+            self._tried = tried
+            for _, ready in staged:
+                await self._catalogue.discard(ready)
+            raise
+        outcome.failed.extend(problems)
+        self._settings = self._settings.model_copy(update={"models": settings.models})
+        self._view = None
+        for source, ready in staged:
+            what = "changed" if source.name in served else "added"
+            await self._told(self._serve(source, ready), f"model {source.name!r} {what}", outcome)
+        for source in admitted:
+            what = ", ".join(_news_of_admission(self._tried[source.name].source.settings, source.settings))
+            await self._told(self._admit(source), f"model {source.name!r}: {what}", outcome)
+        for name in sorted({*self._tried, *served} - {source.name for source in sources}):
+            await self._told(self._miss(name, view), None, outcome)
+        outcome.applied.extend(f"model {name!r} removed" for name in served if name not in self._catalogue.specs)
+
+    async def _told(self, change: Awaitable[None], what: str | None, outcome: Outcome) -> None:
+        """Do ``change`` and tell ``what`` of it, or why it failed."""
+        try:
+            await change
+        except NereidError as error:
+            outcome.failed.append(str(error))
+        else:
+            if what is not None:
+                outcome.applied.append(what)
+
+    def _look(self) -> Mapping[str, Fingerprint]:
+        """What is in the folder now. Raises BundleError when it cannot be listed."""
+        try:
+            return scan(self._settings.server.folder, as_one=self._is_one_model())
+        except OSError as error:
+            raise BundleError(f"the folder of models cannot be read ({error.strerror})") from None
+
+    def _is_one_model(self) -> bool:
+        """Whether the folder is a model itself, instead of one of models."""
+        return any(source.path == self._settings.server.folder for source, *_ in self._tried.values())
+
+    def _differs_in_admission(self, now: _Attempt) -> bool:
+        """Whether the model is served as ``now`` describes it but for what is decided before its calls reach it."""
+        name = now.source.name
+        tried, spec = self._tried.get(name), self._catalogue.specs.get(name)
+        if tried is None or spec is None or self._records[name].failure is not None:
+            return False
+        old, new = tried.source.settings, now.source.settings
+        if spec.script is not None and old.queue_capacity != new.queue_capacity:
+            return False  # its own files hold that number
+        options = old.options.model_copy(update={key: getattr(new.options, key) for key in _ADMISSION_OPTIONS})
+        settings = old.model_copy(update={"queue_capacity": new.queue_capacity, "options": options})
+        return tried._replace(source=replace(tried.source, settings=settings)) == now
+
+    async def _admit(self, source: Source) -> None:
+        await self._catalogue.admit(source)
+        self._tried[source.name] = self._tried[source.name]._replace(source=source)
 
     async def _catch_up(self, view: Mapping[str, Fingerprint]) -> None:
         """Serve what ``view`` holds. What comes comes first: a renamed model is always there under one of its names."""
@@ -217,9 +332,13 @@ class ModelControl:
                 if state is None or source.name in self._unloaded:
                     continue
                 # Callees come before who calls them: their contracts are those of now.
-                if self._tried.get(source.name) == _Attempt(source, state, _callees(source, self._catalogue.specs)):
+                attempt = _Attempt(source, state, _callees(source, self._catalogue.specs))
+                if self._tried.get(source.name) == attempt:
                     continue
-                await self._try(source, converter)
+                if self._differs_in_admission(attempt):
+                    await self._admit(source)
+                else:
+                    await self._try(source, converter)
         for line in problems:
             self._complain(line)
         names = {source.name for source in sources}
@@ -250,6 +369,7 @@ class ModelControl:
             await self._catalogue.remove(name)
             _LOG.info("removed %s", name)
         self._unloaded.discard(name)
+        self._records.forget(name)
         del self._tried[name]
 
     def _read_again(self, reread: Callable[[], Settings]) -> None:
@@ -259,7 +379,7 @@ class ModelControl:
             self._complain(f"{'; '.join(str(error).splitlines())}; the settings from before hold")
             return
         if fresh.server != self._settings.server:
-            self._complain("the section server of the settings has changed; it takes a restart")
+            self._complain("the section server of the settings has changed; `nereid reload` applies what it can of it")
         if fresh.models != self._settings.models:
             self._settings = self._settings.model_copy(update={"models": fresh.models})
             self._view = None
@@ -280,3 +400,12 @@ class ModelControl:
 def _callees(source: Source, others: Mapping[str, ModelSpec]) -> Mapping[str, ModelSpec]:
     """The contracts of those of ``others`` that ``source`` calls."""
     return {name: others[name].contract for name in source.calls or () if name in others}
+
+
+def _news_of_admission(old: ModelSettings, new: ModelSettings) -> Iterator[str]:
+    if old.queue_capacity != new.queue_capacity:
+        yield f"queue_capacity is {new.queue_capacity} now, was {old.queue_capacity}"
+    for key in _ADMISSION_OPTIONS:
+        before, now = getattr(old.options, key), getattr(new.options, key)
+        if before != now:
+            yield f"options.{key} is {now} now, was {before}"

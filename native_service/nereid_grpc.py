@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from native_service.checkpoint import Budget, CheckpointReader, output_chunks
+from native_service.calls import Call
+from native_service.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_chunks
 from native_service.envoy_scripts import KSERVE
+from native_service.failures import CHECKPOINT
 from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, unary
-from native_service.infer_messages import read_outputs
+from native_service.infer_messages import Tensor, read_outputs
 from native_service.proto import inference_pb2
+from native_service.regions import SHARED_FROM_BYTES, Region, Regions
 from native_service.script_calls import ScriptCalls
 from native_service.settings import Limits
 from nereid_backend.errors import EngineError, NereidError, OverLimit
@@ -33,14 +37,20 @@ class NereidService:
         inference: Inference,
         limits: Limits,
         scripts: ScriptCalls | None = None,
-        budget: Budget | None = None,
+        regions: Regions | None = None,
     ) -> None:
-        """The order of ``models`` is the order of ViewModels; ``budget`` is shared with what else holds requests."""
+        """The order of ``models`` is the order of ViewModels; ``regions`` where large tensors go."""
         self._scripts = scripts
+        self._regions = regions
         self.set_models(models)
         self._inference = inference
         self._limits = limits
-        self._budget = budget or Budget(limits.max_buffered_bytes)
+        self.budget = Budget(limits.max_buffered_bytes)
+
+    def set_limits(self, limits: Limits) -> None:
+        """What calls that begin from now on may send, and what all of them may hold."""
+        self._limits = limits
+        self.budget.total_bytes = limits.max_buffered_bytes
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
@@ -49,12 +59,14 @@ class NereidService:
     @property
     def handler(self) -> Any:
         """The generic handler for ``grpc.aio.Server.add_generic_rpc_handlers``."""
-        pb = inference_pb2
+        pb, calls = inference_pb2, self._inference.calls
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "HealthCheck": unary(self.health_check, pb.HealthCheckRequest, pb.HealthCheckResponse),
-                "ViewModels": unary(self.view_models, pb.ViewModelsRequest, pb.ViewModelsResponse),
+                "HealthCheck": unary(
+                    calls, "HealthCheck", self.health_check, pb.HealthCheckRequest, pb.HealthCheckResponse
+                ),
+                "ViewModels": unary(calls, "ViewModels", self.view_models, pb.ViewModelsRequest, pb.ViewModelsResponse),
                 "Checkpoint": grpc.stream_stream_rpc_method_handler(
                     self.checkpoint, response_serializer=pb.CheckpointResponse.SerializeToString
                 ),
@@ -71,22 +83,67 @@ class NereidService:
         """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
             await answer_in_kind(context)
-            reader = CheckpointReader(self._specs, self._limits, self._budget)
-            try:
-                model = await self._read(reader, requests)
-                # Only now a permit is taken: a client that uploads slowly must not keep others from running.
-                if model.script is not None and self._scripts is not None:
-                    await self._scripts.checkpoint(model, *reader.take_bytes(), context, self._budget)
-                    return
-                answer = await self._inference.run_serialised(model.name, reader.take_request(), context)
-            finally:
-                reader.close()
-            # Also what a client is slow to read is held for it.
-            self._budget.take(len(answer))
-            try:
-                await self._stream(answer, model, context)
-            finally:
-                self._budget.give_back(len(answer))
+            with self._inference.calls.watched(CHECKPOINT, context) as call:
+                await self._answer(requests, context, call)
+
+    async def _answer(self, requests: AsyncIterator[bytes], context: Any, call: Call) -> None:
+        reader = CheckpointReader(self._specs, self._limits, self.budget, self._regions)
+        try:
+            model = await self._read(reader, requests)
+            call.input_bytes = reader.held_bytes
+            # Only now a permit is taken: a client that uploads slowly must not keep others from running.
+            if model.script is not None and self._scripts is not None:
+                data = reader.take_bytes()
+                call.output_bytes = await self._scripts.checkpoint(model, *data, context, self.budget)
+                return
+            async with self._places(model, reader.rows) as places:
+                call.output_bytes = await self._run(model, reader, places, context, call.request_id)
+        finally:
+            call.model = reader.model.name if reader.model is not None else ""
+            reader.close()
+
+    async def _run(
+        self,
+        model: ModelSpec,
+        reader: CheckpointReader,
+        places: Mapping[str, Region | None],
+        context: Any,
+        request_id: str,
+    ) -> int:
+        """Run ``model`` on what ``reader`` holds, its outputs to go to their ``places``, and answer the call.
+
+        Gives the bytes of the outputs.
+        """
+        if self._regions is not None:
+            await self._regions.share([*reader.regions, *filter(None, places.values())])
+        answer = await self._inference.run_serialised(model.name, reader.take_request(places, request_id), context)
+        reader.close()
+        # Also what a client is slow to read is held for it.
+        self.budget.take(len(answer))
+        try:
+            return await self._stream(read_outputs(answer, places), model, context)
+        finally:
+            self.budget.give_back(len(answer))
+
+    @asynccontextmanager
+    async def _places(self, model: ModelSpec, rows: int) -> AsyncIterator[dict[str, Region | None]]:
+        """A region for each large output of ``rows`` rows whose size is known, None for the others; empty for none."""
+        sizes = {t.name: largest_output_bytes(model, t, rows) or 0 for t in model.client_outputs}
+        regions, places = self._regions, dict[str, Region | None]()
+        if regions is None or max(sizes.values(), default=0) < SHARED_FROM_BYTES:
+            yield places
+            return
+        with ExitStack() as held:
+            for name, size in sizes.items():
+                places[name] = None
+                if size >= SHARED_FROM_BYTES:
+                    self.budget.take(size)
+                    given_back = held.enter_context(ExitStack())
+                    given_back.callback(self.budget.give_back, size)
+                    region = places[name] = regions.create(size)
+                    held.callback(regions.release, region, given_back.pop_all().close)
+                    await region.allocate()
+            yield places
 
     async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
         try:
@@ -112,9 +169,9 @@ class NereidService:
                 f" {self._limits.max_message_bytes} (server.limits.max_message_bytes); send smaller chunks"
             )
 
-    async def _stream(self, answer: bytes, spec: ModelSpec, context: Any) -> None:
-        """The log line, every output in the order of the specification, the end."""
-        outputs = {tensor.name: tensor for tensor in read_outputs(answer)}
+    async def _stream(self, answered: Sequence[Tensor], spec: ModelSpec, context: Any) -> int:
+        """The log line, every output in the order of the specification, the end. Gives the bytes of the outputs."""
+        outputs = {tensor.name: tensor for tensor in answered}
         missing = [tensor.name for tensor in spec.client_outputs if tensor.name not in outputs]
         if missing:
             raise EngineError(f"model {spec.name!r} answered without its outputs {missing}")
@@ -124,6 +181,7 @@ class NereidService:
             for chunk in output_chunks(outputs[tensor.name]):
                 await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
         await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
+        return sum(outputs[tensor.name].size_bytes for tensor in spec.client_outputs)
 
 
 class NativeServer:

@@ -27,6 +27,8 @@ from nereid_backend.pulse import PULSE_FOLDER
 _LOG = logging.getLogger("nereid.run")
 
 MARK = "NEREID_RUN"
+CONTROL_SOCKET = "control.sock"
+"""Where the commands of the same user reach the supervisor; see control_channel.py."""
 _PROC = Path("/proc")
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 with the terminating zero
 _KILL_WAIT_S = 5.0
@@ -102,6 +104,27 @@ class RunDirectory:
         self._lease = None
 
 
+def runs_below(cache_folder: Path) -> list[Path]:
+    """The folders of all runs, dead ones too."""
+    runs = cache_folder / "run"
+    return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+
+
+def leftovers(cache_folder: Path) -> tuple[list[str], list[str]]:
+    """The names of dead runs below ``cache_folder``, and of regions of shared memory whose run is dead or gone."""
+    with locks.locked(cache_folder / "run.lock"):  # nobody is just about to take a lease
+        dead: list[Path] = []
+        living: list[Path] = []
+        for run in runs_below(cache_folder):
+            lease = locks.try_lock(run / "lease")
+            (living if lease is None else dead).append(run)
+            if lease is not None:
+                os.close(lease)
+    ours = SHARED_MEMORY.glob(f"nereid-{_of_cache(cache_folder)}-*")
+    prefixes = tuple(map(_prefix, living))
+    return [run.name for run in dead], [region.name for region in ours if not region.name.startswith(prefixes)]
+
+
 def sweep(runs: Path) -> None:
     """Clear every run below ``runs`` whose lease nobody holds."""
     for path in sorted(runs.iterdir()):
@@ -119,8 +142,11 @@ def sweep(runs: Path) -> None:
 
 def _prefix(run: Path) -> str:
     # The folder of the cache is part of the name because several caches may share one /dev/shm.
-    folder = hashlib.sha256(os.fsencode(run.parent.parent)).hexdigest()[:8]
-    return f"nereid-{folder}-{run.name}-"
+    return f"nereid-{_of_cache(run.parent.parent)}-{run.name}-"
+
+
+def _of_cache(folder: Path) -> str:
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
 
 
 def _clear(run: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from native_service.calls import sent_id
 from native_service.checkpoint import Budget, output_chunks
 from native_service.envoy_scripts import PROCESS_DIED
 from native_service.grpc_edge import Inference
@@ -128,13 +129,14 @@ class ScriptCalls:
 
     async def checkpoint(
         self, spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray, context: Any, budget: Budget
-    ) -> None:
-        """Answer a Checkpoint call: lines as they come, the tensor, the exit code.
+    ) -> int:
+        """Answer a Checkpoint call: lines as they come, the tensor, the exit code. Gives the bytes of the tensor.
 
         ``data`` may have any length: a program gets the bytes as they are. ``budget`` bounds what clients that are slow
         to read make the service hold.
         """
         request, header = _request(spec, shape, data)
+        request.id = sent_id(context)
         with self._counted(spec, shape) as ended:
             async with self._linked(request, context) as call:
                 streams = {STDOUT: _Lines(""), STDERR: _Lines("stderr: ")}
@@ -150,8 +152,8 @@ class ScriptCalls:
                     ended.append(None)
                     done = inference_pb2.CheckpointResponse(done=True, exit_code=max(call.exit_code, -1))
                     await context.write(done)
-                else:
-                    await _write_output(await call.answer(), context, budget)
+                    return 0
+                return await _write_output(await call.answer(), context, budget)
 
     @contextlib.asynccontextmanager
     async def _linked(self, request: Any, context: Any) -> AsyncIterator[_LinkedCall]:
@@ -220,7 +222,7 @@ def _request(spec: ModelSpec, shape: Sequence[int], data: bytes | bytearray) -> 
     return request, Header(tuple(shape), None if fits else len(data), live=True)
 
 
-async def _write_output(response: Any, context: Any, budget: Budget) -> None:
+async def _write_output(response: Any, context: Any, budget: Budget) -> int:
     size = sum(map(len, response.raw_output_contents))
     budget.take(size)
     try:
@@ -228,6 +230,7 @@ async def _write_output(response: Any, context: Any, budget: Budget) -> None:
     finally:
         budget.give_back(size)
     await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
+    return size
 
 
 async def _write_tensors(response: Any, context: Any) -> None:

@@ -92,7 +92,8 @@ class Limits(Section):
     max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     """Largest input tensor of a Checkpoint call, all chunks together."""
     max_buffered_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024 * 1024
-    """Most input bytes of all Checkpoint calls together that wait for the rest of their tensor."""
+    """Most input bytes of all Checkpoint calls together that wait for the rest of their tensor. Envoy may hold as much
+    beside, or four of the largest requests if that is more."""
     max_chunks: Annotated[int, Field(gt=0)] = 65_536
     """Most chunks of one Checkpoint call."""
     load_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
@@ -141,6 +142,8 @@ class ServerSettings(Section):
     """Whether callers may load and unload the models that are listed here."""
     allow_shared_memory: bool = False
     """Whether callers may register shared memory of this host, which Triton then reads and writes."""
+    log_format: Literal["text", "json"] = "text"
+    """What the lines of the log are."""
     tls: TlsSettings | None = None
     auth: AuthSettings | None = None
     limits: Limits = Limits()

@@ -78,6 +78,7 @@ class StubRecord:
         self._processes: dict[str, dict[int, frozenset[Path]]] = {}
         self._instances: dict[str, int] = {}
         self._dead: set[str] = set()
+        self._hung: set[int] = set()
 
     def take_note(self, server: int, model: str, before: set[int]) -> None:
         """``model`` has been loaded; ``before`` are its processes from before the load.
@@ -86,8 +87,13 @@ class StubRecord:
         """
         found, known = stubs_of(server, self._repository / model), self._processes.get(model, {})
         self._processes[model] = self._regions(found - before or found & known.keys())
+        self._hung -= found
         self._instances[model] = len(self._processes[model])
         self._dead.discard(model)
+
+    def processes_of(self, model: str) -> list[int]:
+        """The ids of the processes of ``model``, as far as they live."""
+        return [pid for pid in self._processes.get(model, ()) if is_running(pid, self._repository / model)]
 
     def forget(self, model: str) -> None:
         """``model`` has been unloaded."""
@@ -120,17 +126,18 @@ class StubRecord:
         return frozenset(self._dead)
 
     def find_hung(self, limits: Mapping[str, float]) -> dict[int, str]:
-        """The processes that will not answer any more, each with the reason; ``limits`` are of runs, in seconds.
+        """The processes that will not answer any more, each told once, with the reason.
 
-        Without a limit a run may take for ever.
+        ``limits`` are of runs, in seconds; without one a run may take for ever.
         """
         hung: dict[int, str] = {}
         if self._pulses is None:
             return hung
         for model, running in self._processes.items():
-            for pid in running:
+            for pid in running.keys() - self._hung:
                 if reason := _why_hung(pulse.read(self._pulses / str(pid)), limits.get(model)):
                     hung[pid] = f"model {model!r}: {reason}; its process is killed"
+        self._hung |= hung.keys()
         return hung
 
     def _regions(self, pids: Iterable[int]) -> dict[int, frozenset[Path]]:

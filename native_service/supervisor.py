@@ -8,27 +8,30 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import certificates, credentials, embedded_triton, envoy_install, preflight
+from native_service import embedded_triton, envoy_access, envoy_install, orphans, preflight
 from native_service.catalogue import Catalogue
+from native_service.control_channel import ControlChannel
 from native_service.conversion import Converter
-from native_service.envoy_access import Access
 from native_service.envoy_config import HTTP_SOCKET
+from native_service.exposition import Loads
 from native_service.front import Front
+from native_service.hangup import Hangup
 from native_service.http_endpoints import HttpEndpoints
 from native_service.model_control import ModelControl
+from native_service.recent_failures import RecentFailures
+from native_service.reload import Reload, live_access, live_limits
 from native_service.run_directory import RunDirectory
-from native_service.settings import Address, ServerSettings, Settings
+from native_service.settings import Address, Settings
+from native_service.status import Status
 from native_service.triton_process import SOCKET_SUFFIX, TritonServer
 from native_service.watchdog import Watchdog
 from nereid_backend.cache import cache_folder
-from nereid_backend.errors import SettingsError
+from nereid_backend.errors import ServerUnavailable, SettingsError
 
 _LOG = logging.getLogger("nereid.serve")
 
@@ -48,17 +51,20 @@ class Endpoints:
     triton_metrics: str
     models: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """The text of the state file."""
-        state = {
-            "pid": os.getpid(),
+    @property
+    def addresses(self) -> dict[str, str | None]:
+        """Each as text, by what it is for."""
+        return {
             "address": str(self.public),
             "triton_grpc": self.triton_grpc,
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
             "http_infer": None if self.http_infer is None else str(self.http_infer),
-            "models": list(self.models),
         }
+
+    def to_json(self) -> str:
+        """The text of the state file."""
+        state = {"pid": os.getpid(), **self.addresses, "models": list(self.models)}
         return json.dumps(state, indent=2) + "\n"
 
 
@@ -66,7 +72,8 @@ class Endpoints:
 class Options:
     """What the command line says beside the settings: programs to run, a file to write, whether to follow changes.
 
-    ``reread`` gives the settings anew while they are followed; None when there is no file.
+    ``reread`` gives the settings anew while they are followed and when they are to be reloaded; None when there is no
+    file. ``settings_file`` is its name for people.
     """
 
     tritonserver: Path | None = None
@@ -74,6 +81,7 @@ class Options:
     state_file: Path | None = None
     watch: bool = False
     reread: Callable[[], Settings] | None = None
+    settings_file: Path | None = None
 
 
 async def serve(settings: Settings, options: Options, *, announce: Callable[[str], None] = print) -> int:
@@ -89,9 +97,16 @@ async def serve(settings: Settings, options: Options, *, announce: Callable[[str
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
+    hangup = Hangup(stop.set)
+    loop.add_signal_handler(signal.SIGHUP, hangup.received)
+    failures = RecentFailures()
+    logging.getLogger("nereid").addHandler(failures)
     try:
         async with contextlib.AsyncExitStack() as ending:
-            running = await _unless(stop, _start(settings, options, ending))
+            if orphans.is_first():
+                reaping = asyncio.create_task(orphans.reap())
+                ending.callback(reaping.cancel)
+            running = await _unless(stop, _start(settings, options, ending, hangup, failures))
             if running is None:
                 _LOG.info("stopped before it was ready")
                 return 0
@@ -107,21 +122,26 @@ async def serve(settings: Settings, options: Options, *, announce: Callable[[str
             _LOG.error("%s; stopping", reason)
             return 1
     finally:
-        for number in _STOP_SIGNALS:
+        for number in (*_STOP_SIGNALS, signal.SIGHUP):
             loop.remove_signal_handler(number)
+        logging.getLogger("nereid").removeHandler(failures)
 
 
 async def _start(
-    settings: Settings, options: Options, ending: contextlib.AsyncExitStack
+    settings: Settings,
+    options: Options,
+    ending: contextlib.AsyncExitStack,
+    hangup: Hangup,
+    failures: RecentFailures,
 ) -> tuple[Endpoints, Watchdog, Front]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
     for key, address in server.addresses.items():
-        _check_free(key, address)
-    access = _access(server)
+        preflight.check_free(key, address)
+    access = envoy_access.read(server)  # before minutes of converting and loading
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
-    preflight.check(install)
+    preflight.check(install, server.limits, cache_folder())
     run = RunDirectory.open(cache_folder())
     ending.callback(run.close)
     triton = TritonServer(
@@ -132,11 +152,30 @@ async def _start(
         grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
         pulses=run.pulses,
     )
+    status = Status(_sources(settings, options), triton, install.version, failures)
+    reload: Reload | None = None
+
+    async def order_reload() -> dict[str, list[str]]:
+        if reload is None:
+            raise ServerUnavailable("the server is still starting; try again when it is ready")
+        return asdict(await reload.run())
+
+    channel = ControlChannel(
+        run,
+        questions={"/status": status.server, "/models": status.models},
+        orders={"/reload": order_reload},
+    )
+    ending.push_async_callback(channel.stop)
+    await channel.start()
     catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
     # Sources that may change while they are served must not be shared with what runs.
     link = not (options.watch or server.allow_model_control)
-    new_converter = partial(Converter, run.environment, server.limits.load_timeout_s, link=link)
+
+    def new_converter() -> Converter:
+        return Converter(run.environment, catalogue.load_timeout_s, link=link)
+
     control = ModelControl(settings, catalogue, new_converter, lenient=options.watch)
+    status.preparing(catalogue, control)
     converted = await control.convert()
     ending.push_async_callback(triton.stop)
     await triton.start()
@@ -146,32 +185,42 @@ async def _start(
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
     http, where = front.http, triton.addresses
     if http is not None:
-        endpoints = HttpEndpoints(
+        probes = HttpEndpoints(
             f"{run.short_path}/{HTTP_SOCKET}",
             models=catalogue.models,
             is_answering=front.is_answering,
             metrics=where.metrics,
-            failed=front.failed,
-            scripts=lambda: front.script_counts,
-            restarts=lambda: control.restarts,
+            counted=front.counted,
+            loads=lambda: Loads(
+                dict(catalogue.conversion_s),
+                dict(catalogue.load_s),
+                control.restarts,
+                {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
+            ),
         )
-        await endpoints.start()
-        ending.push_async_callback(endpoints.stop)
+        await probes.start()
+        ending.push_async_callback(probes.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
         following = asyncio.create_task(control.follow(options.reread))
         following.add_done_callback(_report_failure)
         ending.callback(following.cancel)
     names = tuple(catalogue.models)
-    watchdog = Watchdog(catalogue, control, triton)
-    return Endpoints(public, http, front.http_infer, where.grpc, where.metrics, names), watchdog, front
+    endpoints = Endpoints(public, http, front.http_infer, where.grpc, where.metrics, names)
+    status.opened(front, endpoints.addresses)
+    reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
+    hangup.will(reload.run)
+    return endpoints, Watchdog(catalogue, control, triton), front
 
 
-def _access(server: ServerSettings) -> Access:
-    """Certificates checked and keys read, before minutes of converting and loading. Raises SettingsError."""
-    if server.tls is not None:
-        certificates.check(server.tls)
-    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
+def _sources(settings: Settings, options: Options) -> dict[str, str | None]:
+    """Where the settings, the models and the state file are, for whoever looks for this server."""
+    paths = {
+        "settings": options.settings_file,
+        "folder": settings.server.folder,
+        "state_file": options.state_file,
+    }
+    return {key: None if path is None else os.path.realpath(path) for key, path in paths.items()}
 
 
 def _report_failure(following: asyncio.Task[None]) -> None:
@@ -205,18 +254,6 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         stopped.cancel()
         task.cancel()
         await asyncio.gather(task, stopped, return_exceptions=True)
-
-
-def _check_free(key: str, address: Address) -> None:
-    """Find a taken port before minutes of converting and loading. Raises SettingsError."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-            probe.listen(1)
-        except OSError as error:
-            raise SettingsError(f"server.{key} {address} cannot be bound ({error.strerror})") from None
 
 
 def _write_atomically(path: Path, text: str) -> None:

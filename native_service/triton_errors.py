@@ -6,7 +6,8 @@ import re
 
 import grpc
 
-from nereid_backend.errors import split_code
+from native_service.envoy_scripts import PROCESS_DIED, STUB_IS_DEAD
+from nereid_backend.errors import NereidError, split_code
 
 _LONGEST = 500
 # load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
@@ -30,6 +31,15 @@ def canonical(code: str, text: str) -> tuple[str, str]:
     """The name of the code and the text that an error of a model is meant to have; Triton lacks some codes."""
     told = split_code(text)
     return told if told and told[0] in grpc.StatusCode.__members__ else (code, text)
+
+
+def status_of(error: NereidError | grpc.aio.AioRpcError) -> tuple[str, str]:
+    """The name of the gRPC status and the whole text of an error that ends a call."""
+    if isinstance(error, NereidError):
+        return error.code, str(error)
+    # Triton's own code and words: the runtime inside has made them fit for a client.
+    text = error.details() or "Triton gave no reason"
+    return ("UNAVAILABLE", PROCESS_DIED) if STUB_IS_DEAD in text else canonical(error.code().name, text)
 
 
 def without_paths(text: str) -> str:

@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,7 @@ _CHANNEL: tuple[tuple[str, int], ...] = (
 )
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 _KEY_NAME = "nereid-key"
+_IN_USE = "currently in use"
 _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 
@@ -106,6 +107,8 @@ class TritonServer:
         self._loaded: set[str] = set()
         self._stuck: set[str] = set()
         self._exit_hangs = False
+        self.restarts = 0
+        """How often ``restart`` was called."""
         self._record = stubs.StubRecord(repository, shared_memory_prefix, pulses)
 
     async def __aenter__(self) -> Self:
@@ -158,13 +161,17 @@ class TritonServer:
                 raise
             return
 
-    async def restart(self) -> None:
-        """Start a new process in the place of the one that has ended, at its addresses; the channel stays good.
-
-        What was loaded counts as dead until it is loaded again. Raises TritonUnavailable with the reason.
-        """
+    async def drop(self) -> None:
+        """End what is left of the process and its models: they count as dead until they are loaded again."""
         self._bury()
         await self._end_process(grace_s=0)
+
+    async def restart(self) -> None:
+        """Start a new process in the place of a dropped one, at its addresses; the channel stays good.
+
+        Raises TritonUnavailable with the reason.
+        """
+        self.restarts += 1
         await self._launch()
 
     def _bury(self) -> None:
@@ -184,23 +191,26 @@ class TritonServer:
         self._readers = _read_output(self._child, self._log)
         await self._until_live()
 
-    async def load(self, model: str, timeout_s: float) -> None:
+    async def load(self, model: str, timeout_s: float, behind: Sequence[str] = ()) -> None:
         """Load ``model`` of the repository, or what has become of it there: the one before serves until then.
 
-        Raises ModelLoadError with Triton's reason; what was loaded before is served as before. A load that passes
-        its deadline cannot be cancelled on 2.51, but it fails when its new process is killed.
+        ``behind`` an ensemble are the models that Triton loads with it. Raises ModelLoadError with Triton's reason;
+        what was loaded before is served as before. A load that passes its deadline cannot be cancelled on 2.51, but it
+        fails when its new processes are killed.
         """
-        if model in self._stuck:
+        models = (*behind, model)
+        if not self._stuck.isdisjoint(models):
             raise ModelLoadError(f"model {model!r} cannot be loaded: an earlier load still hangs; restart the server")
-        self._loading.add(model)
-        before = self._stubs(model)
+        self._loading.update(models)
+        before = {each: self._stubs(each) for each in models}
         work = asyncio.ensure_future(self._while_running(self._control("Load", model), f"while loading {model!r}"))
         try:
             await asyncio.wait((work,), timeout=timeout_s)
             if late := not work.done():
-                stubs.kill(self._stubs(model) - before)
+                for each in models:
+                    stubs.kill(self._stubs(each) - before[each])
                 await asyncio.wait((work,), timeout=_LET_GO_S)
-            problem = await self._outcome(model, work)
+            problem = await self._outcome(models, work)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -210,13 +220,14 @@ class TritonServer:
                 " or raise server.limits.load_timeout_s"
             )
         if model not in self._stuck:
-            self._loading.discard(model)
+            self._loading.difference_update(models)
         if problem:
-            self._exit_hangs |= model in self._loaded
+            self._exit_hangs |= not self._loaded.isdisjoint(models)
             raise ModelLoadError(problem)
-        self._loaded.add(model)
+        self._loaded.update(models)
         if self.pid is not None:
-            self._record.take_note(self.pid, model, before)
+            for each in models:
+                self._record.take_note(self.pid, each, before[each])
 
     def find_dead(self) -> frozenset[str]:
         """The models of which a process has died: Triton 2.51 starts none again until the model is loaded.
@@ -229,6 +240,10 @@ class TritonServer:
         self._exit_hangs |= not dead.isdisjoint(self._loaded)
         return dead
 
+    def processes_of(self, model: str) -> list[int]:
+        """The ids of the processes that serve ``model``."""
+        return self._record.processes_of(model)
+
     def kill_hung(self, limits: Mapping[str, float]) -> list[str]:
         """Kill the processes that will not answer any more; a line for each. ``limits`` are of a model's run, in s."""
         hung = self._record.find_hung(limits)
@@ -239,16 +254,16 @@ class TritonServer:
         """The dead that no load brings back: an earlier one still hangs."""
         return frozenset(self._stuck) & self.find_dead()
 
-    async def _outcome(self, model: str, work: asyncio.Future[Any]) -> str:
-        """Why a load that should be over failed; empty when it did not."""
+    async def _outcome(self, models: Sequence[str], work: asyncio.Future[Any]) -> str:
+        """Why a load of the last of ``models`` that should be over failed; empty when it did not."""
         if not work.done():
             # Nothing more can be done from outside, and another load of this model would queue behind.
-            self._stuck.add(model)
+            self._stuck.update(models)
             return "Triton does not let go of it"
         try:
             await work
         except grpc.aio.AioRpcError as error:
-            return f"model {model!r} could not be loaded: {load_failure(error.details() or '')}"
+            return f"model {models[-1]!r} could not be loaded: {load_failure(error.details() or '')}"
         return ""
 
     async def unload(self, model: str) -> None:
@@ -268,16 +283,36 @@ class TritonServer:
         finally:
             self._loading.discard(model)
 
+    async def share_memory(self, name: str, size_bytes: int) -> None:
+        """Map the shared memory ``name``, which requests may then use. Raises grpc.aio.AioRpcError."""
+        asked = service_pb2.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=size_bytes)
+        await self._restricted("SystemSharedMemoryRegister", asked)
+
+    async def unshare_memory(self, name: str) -> bool:
+        """Unmap it; False while a request uses it. Raises grpc.aio.AioRpcError."""
+        try:
+            asked = service_pb2.SystemSharedMemoryUnregisterRequest(name=name)
+            await self._restricted("SystemSharedMemoryUnregister", asked)
+        except grpc.aio.AioRpcError as error:
+            if _IN_USE in (error.details() or ""):
+                return False
+            raise
+        return True
+
     def _control(self, verb: str, model: str, *, timeout_s: float | None = None) -> Any:
         """The call RepositoryModelLoad or RepositoryModelUnload, started."""
         kind = f"RepositoryModel{verb}"
+        return self._restricted(kind, getattr(service_pb2, f"{kind}Request")(model_name=model), timeout_s)
+
+    def _restricted(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+        """A call that Triton takes from us only, started."""
         call = self.channel.unary_unary(
-            f"/inference.GRPCInferenceService/{kind}",
-            request_serializer=getattr(service_pb2, f"{kind}Request").SerializeToString,
-            response_deserializer=getattr(service_pb2, f"{kind}Response").FromString,
+            f"/inference.GRPCInferenceService/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
         )
-        request = getattr(service_pb2, f"{kind}Request")(model_name=model)
-        return call(request, timeout=timeout_s, metadata=self.key)
+        metadata = self.key
+        return call(request, timeout=timeout_s, metadata=metadata)
 
     def _stubs(self, model: str) -> set[int]:
         return set() if self.pid is None else stubs.stubs_of(self.pid, self._repository / model)

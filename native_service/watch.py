@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 
 _LOG = logging.getLogger("nereid.watch")
@@ -20,6 +22,8 @@ _SETTLE_S = 1.0
 _LOOK_MS = 5_000
 # How long more reports are waited for after the first.
 _DEBOUNCE_MS = 200
+# Of one entry: no model has so many, but a link may lead to a disk full of them.
+_MOST_FILES = 10_000
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 """Of each file: its path inside the entry, size in bytes, time of change in ns, inode."""
@@ -63,17 +67,32 @@ def scan(folder: Path, *, as_one: bool = False) -> dict[str, Fingerprint]:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """What tells one state of a file or a directory from the next; empty when it is not there."""
+    """What tells one state of a file or a directory from the next; empty when it is not there.
+
+    Of a directory only the first ten thousand files and folders are looked at.
+    """
     if not path.is_dir():
         return tuple(_facts(path, path.name))
-    found = []
+    files = [*islice(_files(path), _MOST_FILES + 1)]
+    if len(files) > _MOST_FILES:
+        _tell_size(path)
+    return tuple(
+        sorted(chain.from_iterable(_facts(file, str(file.relative_to(path))) for file in files[:_MOST_FILES] if file))
+    )
+
+
+@cache
+def _tell_size(path: Path) -> None:
+    """Once for each entry."""
+    _LOG.warning("%s holds more than %d files and folders; changes of others go unnoticed", path.name, _MOST_FILES)
+
+
+def _files(path: Path) -> Iterator[Path | None]:
+    """The visible files below ``path``; None for each folder, which takes as long to look at."""
     for root, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        for name in files:
-            if not _is_hidden(name):
-                file = Path(root, name)
-                found += _facts(file, str(file.relative_to(path)))
-    return tuple(sorted(found))
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        yield None
+        yield from (Path(root, name) for name in sorted(files) if not _is_hidden(name))
 
 
 def _facts(file: Path, name: str) -> list[tuple[str, int, int, int]]:

@@ -17,7 +17,9 @@ from nereid_backend.errors import NereidError, TritonUnavailable
 
 _LOG = logging.getLogger("nereid.watchdog")
 
-_LOOK_S = 0.25
+_LOOK_S, _BLIND_S = 0.25, 10.0
+# Triton answers within milliseconds, also while it loads; so often in a row it must fail to.
+_QUESTION_S, _MOST_SILENCES = 3.0, 10
 _MOST_RESTARTS, _RESTART_WINDOW_S = 5, 600.0
 
 
@@ -30,11 +32,17 @@ class Triton(Protocol):
     def find_lost(self) -> Collection[str]:
         """The models that only a new process can load."""
 
+    async def is_ready(self) -> bool:
+        """Whether it answers at all; tells within a second or so."""
+
     async def wait(self) -> str:
         """Why it has ended, once it has."""
 
+    async def drop(self) -> None:
+        """End what is left of it; its models are dead then."""
+
     async def restart(self) -> None:
-        """A new one, without models, in the place of one that has ended or not. Raises TritonUnavailable."""
+        """A new one, without models, in the place of one that was dropped. Raises TritonUnavailable."""
 
 
 class Catalogue(Protocol):
@@ -69,6 +77,7 @@ class Watchdog:
         while tries.take():
             pause_s = pauses.next_s()
             _LOG.error("%s; it is started again %s, with all its models", reason, _when(pause_s))
+            await self._triton.drop()
             await self._try(self._control.route_dead())
             await asyncio.sleep(pause_s)
             try:
@@ -83,15 +92,24 @@ class Watchdog:
     async def _while_it_runs(self, *, reload: bool) -> str:
         """Look after the models, all of which have to be loaded first if ``reload``; why a new process is needed."""
         ended = asyncio.create_task(self._triton.wait())
+        asking = asyncio.create_task(self._ask())
         looking = asyncio.create_task(self._look(reload=reload))
         try:
-            done, _ = await asyncio.wait((ended, looking), return_when=asyncio.FIRST_COMPLETED)
-            return await (ended if ended in done else looking)
+            done, _ = await asyncio.wait((ended, asking, looking), return_when=asyncio.FIRST_COMPLETED)
+            return await (ended if ended in done else done.pop())
         finally:
-            tasks = (ended, looking, *self._reviving.values())
+            tasks = (ended, asking, looking, *self._reviving.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self) -> str:
+        """Ask Triton now and then, until it has given no answer for half a minute."""
+        silences = 0
+        while silences < _MOST_SILENCES:
+            await asyncio.sleep(_QUESTION_S)
+            silences = 0 if await self._triton.is_ready() else silences + 1
+        return "tritonserver does not answer any more"
 
     async def _look(self, *, reload: bool) -> str:
         """Four times a second, until a model needs a new Triton."""
@@ -101,17 +119,27 @@ class Watchdog:
                 await self._try(self._control.revive(name))
             _LOG.info("tritonserver is back")
         while True:
-            for line in self._catalogue.kill_hung():
-                _LOG.error("%s", line)
-            dead = self._catalogue.find_dead() if self._triton.is_running else []
-            for name in dead:
-                if name not in self._reviving:
-                    self._reviving[name] = asyncio.create_task(self._revive(name))
+            pause_s = _LOOK_S
+            try:
+                self._revive_dead()
+            except OSError as error:  # too many open files, say
+                _LOG.warning("the processes of the models cannot be looked at (%s)", error.strerror)
+                pause_s = _BLIND_S
             # A model that brings Triton to this once more is left alone: the others pay for each restart.
             if lost := set(self._triton.find_lost()) - self._given_up:
                 self._given_up |= lost
                 return f"the load of {', '.join(sorted(lost))} hangs in tritonserver"
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(pause_s)
+
+    def _revive_dead(self) -> None:
+        """Begin to revive what is dead, or hangs; nothing while Triton itself is gone."""
+        if not self._triton.is_running:
+            return
+        for line in self._catalogue.kill_hung():
+            _LOG.error("%s", line)
+        for name in self._catalogue.find_dead():
+            if name not in self._reviving:
+                self._reviving[name] = asyncio.create_task(self._revive(name))
 
     async def _revive(self, name: str) -> None:
         pauses = self._pauses[name]

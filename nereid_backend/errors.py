@@ -156,6 +156,12 @@ class EnvoyUnavailable(NereidError):
     code = "UNAVAILABLE"
 
 
+class ServerUnavailable(NereidError):
+    """No running `nereid serve` is found, or it does not answer."""
+
+    code = "UNAVAILABLE"
+
+
 class ModelLoadError(NereidError):
     """Triton could not load a model, or did not within its deadline."""
 
@@ -169,6 +175,10 @@ class ModelUnavailable(NereidError):
     """A model that should answer is not there at the moment."""
 
     code = "UNAVAILABLE"
+
+
+class Unplanned(NereidError):
+    """A bug, which the log tells with its traceback."""
 
 
 class CallError(NereidError):

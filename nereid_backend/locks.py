@@ -26,6 +26,29 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
+def try_share(path: Path) -> int | None:
+    """Share the flock of a file that is there, without waiting; the open descriptor, or None when there is no file.
+
+    Who takes it exclusively before removing the file knows that nobody uses it: a file that goes counts as gone.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        shared = os.fstat(descriptor).st_nlink > 0
+    except BlockingIOError:
+        shared = False
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if shared:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def wait_lock(path: Path) -> int:
     """Take the exclusive flock of ``path``, waiting for it; the open descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

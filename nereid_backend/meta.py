@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from nereid_backend import model, user_code
@@ -32,7 +31,7 @@ from nereid_backend.errors import (
     split_code,
 )
 from nereid_backend.hooks import Arrays, MetaModel, NamedArray, by_name
-from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
+from nereid_backend.spec import VARIABLE, ModelSpec
 from nereid_backend.tensors import TensorAccess
 
 # BLS on Triton 2.51 makes every error INTERNAL: our own runtime writes the code before its text when asked to.
@@ -133,7 +132,9 @@ class _Callee:
 
     def __init__(self, spec: ModelSpec, access: TensorAccess) -> None:
         self._spec = spec
-        self._inputs = {tensor.name: (tensor, access.writer(tensor)) for tensor in spec.inputs}
+        self._inputs = {
+            tensor.name: (tensor, access.writer(tensor, scalar=spec.is_scalar(tensor))) for tensor in spec.inputs
+        }
         self._outputs = {tensor.name: (tensor, access.view(tensor)) for tensor in spec.outputs}
 
     def __call__(self, inputs: Arrays, outputs: Iterable[str] | None) -> list[NamedArray]:
@@ -145,7 +146,7 @@ class _Callee:
             )
         arrays = by_name(inputs, f"the call of model {spec.name!r} has", InvalidArgument)
         rows = self._check(arrays)
-        tensors = [write(_outward(spec, tensor, arrays[name])) for name, (tensor, write) in self._inputs.items()]
+        tensors = [write(arrays[name]) for name, (_, write) in self._inputs.items()]
         request = pb_utils.InferenceRequest(
             model_name=spec.name,
             inputs=tensors,
@@ -192,10 +193,6 @@ class _Callee:
             most = f" to {spec.max_batch_size}" if spec.max_batch_size else " or more"
             raise InvalidArgument(f"model {spec.name!r} takes 1{most} rows in a call, got {rows}")
         return rows
-
-
-def _outward(spec: ModelSpec, tensor: TensorSpec, array: Array) -> Array:
-    return array[..., np.newaxis] if spec.is_scalar(tensor) else array
 
 
 def _error(callee: str, text: str) -> NereidError:

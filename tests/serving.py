@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import signal
@@ -29,10 +30,13 @@ READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
 class Served:
     """A ``nereid serve`` process and what its state file says."""
 
-    def __init__(self, folder: Path, *arguments: str, wait: bool = True) -> None:
+    def __init__(self, folder: Path, *arguments: str, wait: bool = True, log: Path | None = None) -> None:
+        """``log``: where its output goes, when there may be more than a pipe that nobody reads holds."""
         self.state_file = folder / f"state-{time.monotonic_ns()}.json"
         command = [sys.executable, "-m", "native_service.cli", "serve", *arguments, "--state", str(self.state_file)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._log = log
+        with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("w") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
         atexit.register(self.process.kill)  # a test that fails half-way must not leave a server behind
         self.state: dict[str, Any] = {}
         if wait:
@@ -50,7 +54,7 @@ class Served:
         if self.process.poll() is None:
             self.process.send_signal(number)
         output, _ = self.process.communicate(timeout=STOP_TIMEOUT_S)
-        return self.process.returncode, output
+        return self.process.returncode, output if self._log is None else self._log.read_text()
 
     def descendants(self) -> set[int]:
         """Every process that carries this supervisor's mark or descends from it."""
@@ -131,9 +135,9 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     return tensor
 
 
-def write_adder(path: Path, amount: float = 1.0, dtype: int = TensorProto.FLOAT) -> None:
-    """``path``, a bare .onnx: output = input + ``amount``, rows of 4."""
-    tensors = [helper.make_tensor_value_info(name, dtype, ["n", 4]) for name in ("input", "output")]
+def write_adder(path: Path, amount: float = 1.0, dtype: int = TensorProto.FLOAT, width: int = 4) -> None:
+    """``path``, a bare .onnx: output = input + ``amount``, rows of ``width``."""
+    tensors = [helper.make_tensor_value_info(name, dtype, ["n", width]) for name in ("input", "output")]
     graph = helper.make_graph(
         [helper.make_node("Add", ["input", "amount"], ["output"])],
         "adder",

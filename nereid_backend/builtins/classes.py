@@ -27,18 +27,24 @@ def softmax(scores: Array, axis: int = -1) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Softmax(Builtin):
-    """``output`` = softmax of ``input`` along ``axis`` (the last)."""
+class _AlongAxis(Builtin):
+    """Of the scores ``input`` along ``axis``."""
 
     input: str
     output: str
     axis: int = -1
 
-    name: ClassVar[str] = "softmax"
     stage: ClassVar[str] = POSTPROCESS
 
     def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:
         return replace(self, axis=self.axis_of(self.find(variants[0], self.input), self.axis))
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax(_AlongAxis):
+    """``output`` = softmax of ``input`` along ``axis`` (the last)."""
+
+    name: ClassVar[str] = "softmax"
 
     def tensors(self, others: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         scores = self.find(others, self.input)
@@ -51,18 +57,10 @@ class Softmax(Builtin):
 
 
 @dataclass(frozen=True, slots=True)
-class Argmax(Builtin):
+class Argmax(_AlongAxis):
     """``output`` = i32 index of the largest entry of ``input`` along ``axis`` (the last), which goes."""
 
-    input: str
-    output: str
-    axis: int = -1
-
     name: ClassVar[str] = "argmax"
-    stage: ClassVar[str] = POSTPROCESS
-
-    def fitted(self, variants: Sequence[Sequence[TensorSpec]]) -> Self:
-        return replace(self, axis=self.axis_of(self.find(variants[0], self.input), self.axis))
 
     def tensors(self, others: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         scores = self.find(others, self.input)

@@ -7,11 +7,6 @@ Only ``jax.extend`` and ``jax.interpreters.mlir`` are used: the same lines run o
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from nereid_backend import dtypes, safetensors
-from nereid_backend.engines import Array, import_library, parse_device
-from nereid_backend.errors import BundleError, DeviceMissing, EngineError, SignatureError
-from nereid_backend.program_cache import ProgramCache, processor_features
+from nereid_backend.engines import Array, import_library
+from nereid_backend.engines.jax_programs import Compiler, first_line, open_device, read_artifact
+from nereid_backend.errors import BundleError, EngineError, SignatureError
 from nereid_backend.spec import ModelSpec
 
-_LOG = logging.getLogger("nereid.stablehlo")
-
 ENTRY = "main"
-COMPILATION = 1
-"""Part of every cached program's key: raised when this file makes something else of the same artifact."""
+# What waits for the process that compiled the program, which nothing here answers: the run would never end.
+_HOST_OPERATIONS = ("infeed", "outfeed", "send", "recv")
+_CALLBACK = "callback"  # in the target of every custom call that JAX makes for io_callback, pure_callback, debug.print
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +46,48 @@ class Module:
 def read_module(path: Path) -> Module:
     """Parse an artifact (portable artifact, MLIR bytecode or text) and its ``main`` signature, without compiling.
 
-    Raises SignatureError for a file that is no StableHLO, has no ``main``, is dynamic, sharded or multi-platform;
-    EngineMissing without jax.
+    Raises SignatureError for a file that is no StableHLO, has no ``main``, is dynamic, sharded or multi-platform, or
+    calls the host; EngineMissing without jax.
     """
+    return _module(read_artifact(path), path.name)
+
+
+def _module(data: bytes, name: str) -> Module:
     import_library("stablehlo")
     from jax.interpreters import mlir
 
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SignatureError(f"{path.name}: cannot be read ({error.strerror})") from None
     with mlir.make_ir_context() as context:
-        module = _parse(data, context, path.name)
+        module = _parse(data, context, name)
         try:
-            return _signature(module, data, path.name)
+            signature = _signature(module, data, name)
         except (AttributeError, TypeError, ValueError) as error:  # attributes or symbols of an unexpected kind
-            raise SignatureError(f"{path.name}: is not a model ({error}); export it again") from None
+            raise SignatureError(f"{name}: is not a model ({error}); export it again") from None
+        _check_self_contained(module, name)
+        return signature
+
+
+def _check_self_contained(module: Any, name: str) -> None:
+    """Raise SignatureError when the module waits for the process that runs it."""
+    from jax.extend.mlir import ir
+
+    found: list[str] = []
+
+    def see(operation: Any) -> Any:
+        kind = operation.name.rpartition(".")[2]
+        if kind == "custom_call":
+            target = str(operation.attributes["call_target_name"]).strip('"')
+            if _CALLBACK in target:
+                found.append(f"a call of the host ({target})")
+        elif kind in _HOST_OPERATIONS:
+            found.append(kind)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(see)
+    if found:
+        raise SignatureError(
+            f"{name}: has {found[0]}, which waits for a program on the host that is not part of a model; export the "
+            "function without callbacks, printing, infeed and outfeed"
+        )
 
 
 def _signature(module: Any, data: bytes, name: str) -> Module:
@@ -149,78 +169,20 @@ def _make_primitive() -> Any:
     return primitive
 
 
-class _Compiler:
-    """Compiles artifacts for one device, or takes them from the cache of compiled programs."""
+def _program(compiler: Compiler, path: Path) -> Callable[..., Any]:
+    """The program of an artifact, ready to be called with numpy inputs and device-resident weights."""
+    data = read_artifact(path)
 
-    def __init__(self, jax: Any, device: Any) -> None:
-        self._jax, self._device = jax, device
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
-        self._cache = ProgramCache.open()
-        self._target = _target(jax, device)
-
-    def program(self, path: Path) -> Callable[..., Any]:
-        """The program of an artifact, ready to be called with numpy inputs and device-resident weights."""
-        try:
-            key = hashlib.sha256(self._target + path.read_bytes()).hexdigest()
-        except OSError as error:
-            raise SignatureError(f"{path.name}: cannot be read ({error.strerror})") from None
-        return self._cached(path.name, key) or self._compiled(path, key)
-
-    def _cached(self, name: str, key: str) -> Callable[..., Any] | None:
-        from jax.experimental import serialize_executable
-
-        if (entry := self._cache.read(key)) is None:
-            return None
-        try:
-            # The cache's folder is private to this user, which makes its pickles as trustworthy as this code.
-            executable, in_tree, out_tree = pickle.loads(entry)  # noqa: S301
-            program: Callable[..., Any] = serialize_executable.deserialize_and_load(
-                executable, in_tree, out_tree, self._device.client, [self._device]
-            )
-        except Exception as error:  # noqa: BLE001 - whatever an entry does, the artifact can be compiled again
-            _LOG.warning("%s: its cached program cannot be loaded (%s); compiling it again", name, first_line(error))
-            return None
-        return program
-
-    def _compiled(self, path: Path, key: str) -> Callable[..., Any]:
-        from jax.experimental import serialize_executable
-
-        module, primitive = read_module(path), _make_primitive()
+    def lower() -> Any:
+        module, primitive = _module(data, path.name), _make_primitive()
 
         def nereid_program(*arguments: Any) -> Any:
             return primitive.bind(*arguments, module=module)
 
-        shapes = [
-            self._jax.ShapeDtypeStruct(a.shape, dtypes.by_token(a.dtype).numpy, sharding=self._sharding)
-            for a in module.arguments
-        ]
-        try:
-            program: Callable[..., Any] = self._jax.jit(nereid_program).lower(*shapes).compile()
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise EngineError(f"{path.name}: does not compile: {first_line(error)}") from error
-        try:
-            entry = pickle.dumps(serialize_executable.serialize(program))
-        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-            _LOG.info("%s: its compiled program cannot be cached (%s)", path.name, first_line(error))
-        else:
-            self._cache.write(key, entry)
-        return program
+        return compiler.lower(nereid_program, [(a.shape, dtypes.by_token(a.dtype).numpy) for a in module.arguments])
 
-
-def _target(jax: Any, device: Any) -> bytes:
-    """What besides the artifact decides a compiled program: code generators, device, and for the CPU its own kind.
-
-    Weights are arguments and always in program order here, so neither they nor their layout take part.
-    """
-    import jaxlib
-
-    facts = [COMPILATION, jax.__version__, jaxlib.__version__, np.__version__, sys.version_info[:2]]
-    facts += [device.platform, device.device_kind, device.id, device.client.platform_version]
-    facts += [os.environ.get("XLA_FLAGS")]
-    if device.platform == "cpu":
-        # XLA generates code for the features of this processor and splits loops for this number of threads.
-        facts += [*processor_features(), os.environ.get("NPROC"), len(os.sched_getaffinity(0))]
-    return repr(facts).encode()
+    # Weights are arguments and always in program order here, so neither they nor their layout take part in the key.
+    return compiler.program(path.name, data, lower)
 
 
 class StableHloEngine:
@@ -237,26 +199,22 @@ class StableHloEngine:
 
     @classmethod
     def check_device(cls, device: str) -> None:
-        jax = import_library("stablehlo")
-        configure(jax, device)
-        find_device(jax, device)
+        open_device("stablehlo", device)
 
     @classmethod
     def load(cls, spec: ModelSpec, directory: Path) -> StableHloEngine:
-        jax = import_library("stablehlo")
-        configure(jax, spec.device)
-        device = find_device(jax, spec.device)
+        jax, device = open_device("stablehlo", spec.device)
         weights: list[Any] = []
         if spec.weights is not None:
             # One shared read buffer; device_put aliases what is 64-byte aligned and copies the rest. It is never
             # written afterwards, which the aliasing demands.
             tensors = safetensors.read(directory / spec.weights.file).tensors
             weights = [jax.device_put(tensors[name], device) for name in spec.weights.argument_order]
-        compiler = _Compiler(jax, device)
+        compiler = Compiler(jax, device)
         functions = {}
         for program in spec.programs:
             size = () if program.batch_size is None else (program.batch_size,)
-            functions[program.variant + size] = compiler.program(directory / program.file)
+            functions[program.variant + size] = _program(compiler, directory / program.file)
         batched = [(i, t.batch_axis) for i, t in enumerate(spec.inputs) if t.batch_axis is not None]
         return cls(functions, weights, [*spec.variable_axes, *batched[:1]])
 
@@ -271,31 +229,3 @@ class StableHloEngine:
 
     def close(self) -> None:
         self._functions, self._only, self._weights = {}, None, []
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def configure(jax: Any, device: str) -> None:
-    """What must be set before jax is first used for a model on ``device``."""
-    # Without 64-bit mode JAX narrows i64 and f64 arguments silently.
-    jax.config.update("jax_enable_x64", True)
-    # A CUDA build of jax would otherwise take the first GPU for a model that asks for the CPU.
-    jax.config.update("jax_platforms", "cpu" if parse_device(device)[0] == "cpu" else "cuda,cpu")
-
-
-def find_device(jax: Any, device: str) -> Any:
-    """The jax device of a device's name. Raises DeviceMissing, BundleError."""
-    kind, index = parse_device(device)
-    try:
-        found = jax.devices(kind)
-    except RuntimeError:
-        found = []
-    if index >= len(found):
-        raise DeviceMissing(
-            f"device {device!r} is not there: jax sees {len(found)} {kind} device(s); use another device, or install "
-            "a jax built for it"
-        )
-    return found[index]

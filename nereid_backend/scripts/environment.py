@@ -2,7 +2,8 @@
 
 ``<cache>/environments/<key>/`` is an ordinary venv. The key is a hash over what decides its content: this Python and
 the text of ``requirements.txt`` with the files it names. A file ``complete`` is written last, so that a killed build is
-begun again and never used; a lock beside it lets one process build while others wait.
+begun again and never used; a lock beside it lets one process build while others wait. A process that uses an
+environment shares a lock on ``complete`` until it ends; what nobody has used for a month is removed by the next build.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from nereid_backend import locks
+from nereid_backend import locks, progress
 from nereid_backend.cache import PRIVATE, cache_folder
 from nereid_backend.errors import BundleError
 
@@ -28,6 +31,7 @@ REQUIREMENTS_FILE = "requirements.txt"
 
 _LOG = logging.getLogger("nereid.environments")
 _COMPLETE = "complete"
+_KEPT_UNUSED_S = 30 * 24 * 3600.0
 _LAST_LINES = 40
 _NAMES_A_FILE = re.compile(r"^(?:-r|-c|--requirement|--constraint)(?:\s+|=)?(\S+)")
 _LARGEST_FILE = 1024 * 1024
@@ -38,6 +42,10 @@ _PASSED = (
 )
 _PASSED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "CUDA_", "NVIDIA_")
 PASS_VARIABLE = "NEREID_PASS_ENVIRONMENT"  # noqa: S105 - the name of a variable
+
+
+# The locks of the environments this process uses, held until it ends.
+_in_use: dict[Path, int] = {}
 
 
 def interpreter() -> Path:
@@ -62,6 +70,8 @@ def child_variables(server: Mapping[str, str], python: Path | None) -> dict[str,
 def prepare(folder: Path) -> Path:
     """The interpreter of the environment that ``folder`` asks for, after building it when it is not there.
 
+    The environment stays for as long as this process lives.
+
     Progress goes to the log ``nereid.environments``. Raises BundleError with pip's reason.
     """
     content = _requirements(folder, REQUIREMENTS_FILE, set())
@@ -69,7 +79,7 @@ def prepare(folder: Path) -> Path:
     environments.mkdir(mode=PRIVATE, exist_ok=True)
     path = environments / _key(content)
     python = path / "bin" / "python"
-    if (path / _COMPLETE).exists():
+    if _use(path):
         return python
     lock_file = path.with_suffix(".lock")
     lock = locks.try_lock(lock_file)
@@ -77,22 +87,74 @@ def prepare(folder: Path) -> Path:
         _LOG.info("waiting for another process that builds the environment %s", path.name)
         lock = locks.wait_lock(lock_file)
     try:
-        if not (path / _COMPLETE).exists():
+        if not _use(path):
             _build(path, python, folder, content)
+            _use(path)
     finally:
         os.close(lock)
+    _remove_unused(environments)
     return python
 
 
+def _use(path: Path) -> bool:
+    """Whether the environment is complete; then it counts as used now, and stays until this process ends."""
+    complete = path / _COMPLETE
+    lock = locks.try_share(complete)
+    if lock is None:
+        return False
+    if (earlier := _in_use.pop(path, None)) is not None:  # of one that was removed by hand, perhaps
+        os.close(earlier)
+    _in_use[path] = lock
+    with suppress(OSError):  # a folder that can only be read
+        os.utime(complete)
+    return True
+
+
+def _remove_unused(environments: Path) -> None:
+    """Remove what has not been used for a month, and what a killed build left; never what a process uses."""
+    for path in environments.iterdir():
+        if not path.is_dir():
+            continue
+        try:
+            unfinished = not (path / _COMPLETE).exists()
+            last_use = (path if unfinished else path / _COMPLETE).stat().st_mtime
+            if time.time() - last_use < _KEPT_UNUSED_S:
+                continue
+            builder = locks.try_lock(path.with_suffix(".lock"))
+            if builder is None:
+                continue
+            try:
+                _remove(path, unfinished=unfinished)
+            finally:
+                os.close(builder)
+        except OSError as error:
+            _LOG.warning("the environment %s, unused for a month, cannot be removed (%s)", path.name, error.strerror)
+
+
+def _remove(path: Path, *, unfinished: bool) -> None:
+    user = None if unfinished else locks.try_lock(path / _COMPLETE)
+    if user is None and not unfinished:
+        return
+    try:
+        # First what makes it an environment: a removal that is interrupted leaves an unfinished one.
+        (path / _COMPLETE).unlink(missing_ok=True)
+    finally:
+        if user is not None:
+            os.close(user)
+    shutil.rmtree(path)
+    _LOG.info("removed the environment %s, unused for a month", path.name)
+
+
 def _build(path: Path, python: Path, folder: Path, content: Sequence[str]) -> None:
-    _LOG.info("building the environment %s", path.name)
     shutil.rmtree(path, ignore_errors=True)
     needed = any(line and not line.startswith("#") for line in content)
     bare = () if needed else ("--without-pip",)
-    _run([str(interpreter()), "-m", "venv", *bare, str(path)], folder, "a virtual environment cannot be made")
-    if needed:
-        pip = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar=off", "--disable-pip-version-check"]
-        _run([*pip, "-r", REQUIREMENTS_FILE], folder, f"{REQUIREMENTS_FILE} cannot be installed")
+    with progress.told(_LOG, f"building the environment {path.name}"):
+        _run([str(interpreter()), "-m", "venv", *bare, str(path)], folder, "a virtual environment cannot be made")
+        if needed:
+            pip = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
+            pip += ["--disable-pip-version-check", "-r", REQUIREMENTS_FILE]
+            _run(pip, folder, f"{REQUIREMENTS_FILE} cannot be installed")
     with (path / _COMPLETE).open("w") as file:
         os.fsync(file.fileno())
     _LOG.info("the environment %s is ready", path.name)

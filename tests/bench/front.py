@@ -3,7 +3,8 @@
 ``nereid serve`` and a tritonserver on a TCP port, both with the same models, are measured in turn, window by window
 (A B C C B A ...), so that a drift of the machine falls on all. The third way is a relay that only copies bytes to that
 port: what any second hop costs here. The client is one asyncio process with a raw gRPC stub, request bytes made once,
-answers not parsed; it shares the cores with the servers.
+answers not parsed; it shares the cores with the servers. Envoy's time in a call is its process's as the
+kernel counts it, which other work on the machine distorts less.
 
 usage: python front.py [--seconds 2] [--repeats 8]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -43,8 +45,9 @@ RELAY_BUFFER_BYTES = 256 * 1024
 MODELS = {"small": 16, "mib4": 1024 * 1024, "mib64": 16 * 1024 * 1024}
 # The bars: added p50 and rate of the small call, time of the large ones.
 ADDED_P50_AT_MOST_MS, RATE_AT_LEAST, LARGE_AT_MOST = 0.30, 0.70, 1.15
+TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 180
 
 
 def write_identity(folder: Path, width: int) -> None:
@@ -64,8 +67,24 @@ def request(model: str) -> bytes:
     return message.SerializeToString()
 
 
-async def window(channel: Any, data: bytes, concurrency: int, seconds: float) -> tuple[float, float]:
-    """Closed loop for ``seconds``: median latency in ms, requests per second."""
+def processor_ms(pid: int) -> np.ndarray:
+    """What the process has used of the processors so far: in its own code, in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return np.array(fields[11:13], float) * TICK_MS
+
+
+def envoy_of(supervisor: int) -> int:
+    """The process id of the Envoy that ``supervisor`` has started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == supervisor and b"envoy.json" in (folder / "cmdline").read_bytes():
+                return int(folder.name)
+    raise SystemExit("nereid serve has no Envoy")
+
+
+async def window(channel: Any, data: bytes, concurrency: int, seconds: float) -> tuple[float, float, int]:
+    """Closed loop for ``seconds``: median latency in ms, requests per second, requests."""
     call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     times: list[float] = []
     begin = time.perf_counter()
@@ -77,23 +96,27 @@ async def window(channel: Any, data: bytes, concurrency: int, seconds: float) ->
             times.append(time.perf_counter() - started)
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
-    return statistics.median(times) * 1e3, len(times) / (time.perf_counter() - begin)
+    return statistics.median(times) * 1e3, len(times) / (time.perf_counter() - begin), len(times)
 
 
 async def compare(
-    channels: dict[str, Any], model: str, concurrency: int, seconds: float, repeats: int
-) -> dict[str, tuple[float, float]]:
-    """The median window of each address."""
-    data, found = request(model), {name: list[tuple[float, float]]() for name in channels}
+    channels: dict[str, Any], envoy: int, model: str, concurrency: int, seconds: float, repeats: int
+) -> tuple[dict[str, tuple[float, float]], np.ndarray]:
+    """The median window of each address, and what a call cost Envoy: ms in its own code, ms in the kernel."""
+    data, found = request(model), {name: list[tuple[float, float, int]]() for name in channels}
+    spent = np.zeros(2)
     for name in channels:
         await window(channels[name], data, concurrency, seconds / 2)
     for repeat in range(repeats):
         for name in WAYS if repeat % 2 == 0 else reversed(WAYS):
+            before = processor_ms(envoy)
             found[name].append(await window(channels[name], data, concurrency, seconds))
-    return {
+            spent += (processor_ms(envoy) - before) * (name == FRONT)
+    middle = {
         name: (statistics.median(w[0] for w in windows), statistics.median(w[1] for w in windows))
         for name, windows in found.items()
     }
+    return middle, spent / sum(calls for _, _, calls in found[FRONT])
 
 
 def relay(listener: socket.socket, target: str) -> None:
@@ -116,7 +139,7 @@ def relay(listener: socket.socket, target: str) -> None:
                     end.close()
 
 
-async def measure(front: str, repository: Path, seconds: float, repeats: int) -> bool:
+async def measure(front: str, envoy: int, repository: Path, seconds: float, repeats: int) -> bool:
     """Compare every model on the three ways; whether all bars are met."""
     install = await embedded_triton.find()
     prefix = f"nereid-bench-{os.getpid()}-"
@@ -129,12 +152,12 @@ async def measure(front: str, repository: Path, seconds: float, repeats: int) ->
             relaying.start()
             addresses = (server.addresses.grpc, f"127.0.0.1:{listener.getsockname()[1]}", front)
             try:
-                return await compare_all(dict(zip(WAYS, addresses, strict=True)), seconds, repeats)
+                return await compare_all(dict(zip(WAYS, addresses, strict=True)), envoy, seconds, repeats)
             finally:
                 relaying.kill()
 
 
-async def compare_all(addresses: dict[str, str], seconds: float, repeats: int) -> bool:
+async def compare_all(addresses: dict[str, str], envoy: int, seconds: float, repeats: int) -> bool:
     channels = {name: grpc.aio.insecure_channel(address, options=UNLIMITED) for name, address in addresses.items()}
     passed = True
 
@@ -145,10 +168,11 @@ async def compare_all(addresses: dict[str, str], seconds: float, repeats: int) -
 
     print(f"{'call':<16}" + "".join(f"{way:>24}" for way in WAYS))
     for model, concurrency in (("small", 1), ("small", 8), ("small", 32), ("mib4", 1), ("mib64", 1)):
-        found = await compare(channels, model, concurrency, seconds, repeats)
+        found, (own, kernel) = await compare(channels, envoy, model, concurrency, seconds, repeats)
         (p50, rate), (front_p50, front_rate) = found[DIRECT], found[FRONT]
         cells = "".join(f"{found[way][0]:>11.2f} ms {found[way][1]:>6.0f}/s " for way in WAYS)
         print(f"{model + ' x' + str(concurrency):<16}{cells}", flush=True)
+        print(f"  Envoy's time in a call: {own:.3f} ms in its own code, {kernel:.3f} ms in the kernel", flush=True)
         if model != "small":
             bar("time against direct", front_p50 / p50, LARGE_AT_MOST, front_p50 <= LARGE_AT_MOST * p50)
         elif concurrency == 1:
@@ -185,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     raise SystemExit("nereid serve did not become ready")
                 time.sleep(0.1)
             front = json.loads(state_file.read_text())["address"]
-            passed = asyncio.run(measure(front, folder / "repository", options.seconds, options.repeats))
+            work = measure(front, envoy_of(server.pid), folder / "repository", options.seconds, options.repeats)
+            passed = asyncio.run(work)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)

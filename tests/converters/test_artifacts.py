@@ -232,6 +232,28 @@ def test_a_jax_export_with_a_symbolic_batch_is_compiled_for_a_few_sizes(
 
 
 @needs_jax
+def test_a_second_start_of_a_jax_export_compiles_nothing(
+    jax_file: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax.monitoring
+
+    monkeypatch.setenv("NEREID_CACHE_DIR", str(tmp_path / "cache"))
+    compiled: list[str] = []
+
+    def count(event: str, _seconds: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    prepared = prepare(jax_file(lambda x: x * 3, ("b", 4)), max_batch_size=4)
+    first = run(prepared, tmp_path / "first", X[:2])
+    jax.clear_caches()
+    compiled.clear()
+    np.testing.assert_array_equal(run(prepared, tmp_path / "second", X[:2]), first)
+    assert compiled == []
+
+
+@needs_jax
 def test_a_jax_export_whose_rows_are_not_independent_takes_exact_sizes_only(jax_file: Any) -> None:
     prepared = prepare(jax_file(lambda x: x - x.mean(0), ("b", 4)), max_batch_size=4)
     assert (prepared.spec.max_batch_size, prepared.spec.coalesce, prepared.spec.batch_sizes) == (4, False, (1, 2, 4))
@@ -304,6 +326,41 @@ def test_a_module_of_one_size_whose_rows_depend_on_each_other_is_not_padded(tmp_
     path.write_text(jax.jit(lambda x: x - x.mean(0)).lower(jax.ShapeDtypeStruct((8, 4), np.float32)).as_text())
     spec = prepare(in_folder(path, "input_shape: [4]\noutput_shape: [4]\nmax_batch_size: 8")).spec
     assert (spec.max_batch_size, spec.coalesce, spec.batch_sizes) == (8, False, (8,))
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ('%r, %u = "stablehlo.infeed"(%t) : (!stablehlo.token) -> (tensor<2xf32>, !stablehlo.token)', "infeed"),
+        ('%u = "stablehlo.outfeed"(%x, %t) : (tensor<2xf32>, !stablehlo.token) -> !stablehlo.token', "outfeed"),
+        (
+            '%u = "stablehlo.send"(%x, %t) {channel_handle = #stablehlo.channel_handle<handle = 1, type = 2>, '
+            "is_host_transfer = true} : (tensor<2xf32>, !stablehlo.token) -> !stablehlo.token",
+            "send",
+        ),
+        (
+            '%r, %u = "stablehlo.recv"(%t) {channel_handle = #stablehlo.channel_handle<handle = 1, type = 3>, '
+            "is_host_transfer = true} : (!stablehlo.token) -> (tensor<2xf32>, !stablehlo.token)",
+            "recv",
+        ),
+        (
+            "%r = stablehlo.custom_call @xla_ffi_python_cpu_callback(%x) : (tensor<2xf32>) -> tensor<2xf32>",
+            r"a call of the host \(xla_ffi_python_cpu_callback\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_module_that_waits_for_the_host_is_refused_before_it_runs(
+    tmp_path: Path, operation: str, kind: str, inner: bool
+) -> None:
+    body = f"%t = stablehlo.create_token : !stablehlo.token\n{operation}\n"
+    function = "func.func {}(%x: tensor<2xf32>) -> tensor<2xf32> {{\n{}return %x : tensor<2xf32>\n}}\n"
+    main = "%0 = func.call @inner(%x) : (tensor<2xf32>) -> tensor<2xf32>\n" if inner else body
+    path = tmp_path / "m.mlir"
+    path.write_text(function.format("public @main", main) + (function.format("private @inner", body) if inner else ""))
+    with pytest.raises(SignatureError, match=rf"m\.mlir: has {kind}, which waits for a program on the host"):
+        prepare(path)
 
 
 # Finding and naming.

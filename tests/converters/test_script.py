@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,31 @@ def test_a_build_that_was_killed_is_begun_again(tmp_path: Path) -> None:
     python.unlink()
     assert environment.prepare(source) == python
     assert python.exists()
+
+
+def test_an_environment_nobody_has_used_for_a_month_goes_with_the_next_build(tmp_path: Path) -> None:
+    folders = {
+        name: script_folder(tmp_path / name, requirements=f"# {name}\n")
+        for name in ("old", "recent", "used", "unfinished", "again")
+    }
+    paths = {name: environment.prepare(folder).parents[1] for name, folder in folders.items()}
+    month_s = 30 * 24 * 3600
+    for name, path in paths.items():
+        os.close(environment._in_use.pop(path))  # whoever asked for it has ended
+        unused_s = month_s - 60 if name == "recent" else month_s + 60
+        if name == "unfinished":
+            (path / "complete").unlink()
+        for file in (path / "complete", path):
+            if file.exists():
+                os.utime(file, times=(time.time() - unused_s,) * 2)
+    user = locks.try_share(paths["used"] / "complete")
+    assert user is not None
+    environment.prepare(folders["again"])
+    assert paths["old"].exists()  # only a build looks
+    environment.prepare(script_folder(tmp_path / "new", requirements="# new\n"))
+    os.close(user)
+    assert {name for name, path in paths.items() if path.exists()} == {"recent", "used", "again"}
+    assert environment.prepare(folders["old"]).exists()
 
 
 def test_two_builders_make_one_environment(tmp_path: Path, caplog: Any) -> None:

@@ -14,22 +14,29 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skl2onnx")
 
 import joblib
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.cluster import KMeans
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import (
     AdaBoostClassifier,
+    BaggingClassifier,
+    BaggingRegressor,
     GradientBoostingClassifier,
     HistGradientBoostingRegressor,
     IsolationForest,
     RandomForestClassifier,
     RandomForestRegressor,
+    StackingClassifier,
+    StackingRegressor,
+    VotingClassifier,
+    VotingRegressor,
 )
 from sklearn.linear_model import LinearRegression, LogisticRegression, PoissonRegressor, SGDClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler
 from sklearn.svm import SVC
-from sklearn.tree import DecisionTreeClassifier
+from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from converters.convert import prepare
 from converters.discover import find
@@ -56,8 +63,22 @@ FORESTS = [
     (RandomForestRegressor(10, random_state=0), SUM),
     (make_pipeline(StandardScaler(), RandomForestClassifier(10, random_state=0)), THREE),
 ]
+TREE, LINE = DecisionTreeClassifier(max_depth=4), LogisticRegression()
+# Each becomes several nodes of trees in a graph.
+OF_TREES = [
+    (BaggingClassifier(TREE, 5, max_features=0.5, random_state=0), THREE),
+    (BaggingRegressor(DecisionTreeRegressor(max_depth=4), 5, random_state=0), SUM),
+    (CalibratedClassifierCV(RandomForestClassifier(5, max_depth=4, random_state=0), cv=3), TWO),
+    (IsolationForest(n_estimators=5, random_state=0), None),
+]
 MODELS = [
     *FORESTS,
+    *OF_TREES,
+    (VotingClassifier([("line", LINE), ("tree", TREE)], voting="soft"), THREE),
+    (VotingClassifier([("line", LINE), ("tree", TREE)], voting="hard"), THREE),
+    (VotingRegressor([("line", LinearRegression()), ("tree", DecisionTreeRegressor(max_depth=4))]), SUM),
+    (StackingClassifier([("line", LINE), ("tree", TREE)], LINE), THREE),
+    (StackingRegressor([("line", LinearRegression()), ("tree", DecisionTreeRegressor(max_depth=4))]), SUM),
     (PoissonRegressor(), np.exp(SUM / 8)),
     (AdaBoostClassifier(n_estimators=5, random_state=0), THREE),
     (GradientBoostingClassifier(n_estimators=5, random_state=0), THREE),
@@ -85,14 +106,24 @@ def test_a_model_predicts_what_scikit_learn_does(saved: Any, run: Any, tmp_path:
     assert prepared.notes[-1].startswith("agrees with scikit-learn on ")
 
 
-@pytest.mark.parametrize("model", [FORESTS[0][0], FORESTS[1][0]], ids=lambda value: type(value).__name__)
-def test_a_forest_sends_missing_values_where_scikit_learn_does(
-    saved: Any, run: Any, tmp_path: Path, model: Any
+@pytest.mark.parametrize("fitted_with_missing", [False, True])
+@pytest.mark.parametrize(("model", "target"), [*FORESTS[:2], *OF_TREES], ids=lambda value: type(value).__name__)
+def test_trees_send_missing_values_where_scikit_learn_does(
+    run: Any, tmp_path: Path, model: Any, target: Any, fitted_with_missing: bool
 ) -> None:
-    prepared = prepare(saved(model, THREE), allow_code=True)
     rows = np.where(RNG.random(X.shape) < 0.3, np.nan, X).astype(np.float32)
+    joblib.dump(model.fit(rows if fitted_with_missing else X, target), tmp_path / "m.joblib")
+    prepared = prepare(tmp_path / "m.joblib", allow_code=True)
     wanted = model.predict_proba(rows) if hasattr(model, "predict_proba") else model.predict(rows)[:, None]
-    np.testing.assert_allclose(run(prepared, tmp_path / "r", rows)[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(run(prepared, tmp_path / "r", rows)[0].reshape(wanted.shape), wanted, atol=1e-5)
+
+
+def test_a_table_too_wide_to_compare_is_refused_at_once(tmp_path: Path) -> None:
+    model = LinearRegression().fit(X, SUM)
+    model.n_features_in_ = 10**8
+    joblib.dump(model, tmp_path / "m.joblib")
+    with pytest.raises(BundleError, match=r"m\.joblib: takes a table of 100000000 columns, more than the 100000"):
+        prepare(tmp_path / "m.joblib", allow_code=True)
 
 
 def test_a_forest_behind_a_scaler_takes_float64_because_float32_would_round_at_thresholds(saved: Any) -> None:
@@ -107,7 +138,7 @@ def test_a_forest_behind_a_scaler_takes_float64_because_float32_would_round_at_t
     [
         (HistGradientBoostingRegressor(max_iter=5), SUM, "differs from what HistGradientBoostingRegressor predicts on"),
         (SGDClassifier(loss="log_loss", random_state=0), THREE, "differs from what SGDClassifier"),
-        (IsolationForest(n_estimators=5, random_state=0), None, "differs from what IsolationForest"),
+        (make_pipeline(StandardScaler(), BaggingClassifier(TREE, 5, random_state=0)), THREE, "what BaggingClassifier"),
         (RandomForestClassifier(3), np.stack([TWO, THREE], axis=1), "has several targets"),
         (make_pipeline(make_column_transformer((OneHotEncoder(), [0])), LinearRegression()), SUM, "m.joblib|Linear"),
     ],

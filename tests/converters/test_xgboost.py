@@ -158,6 +158,21 @@ def test_what_cannot_be_represented_exactly_is_refused(
         prepare(path)
 
 
+def test_a_model_that_claims_a_huge_table_is_refused_at_once(trained: Any, tmp_path: Path) -> None:
+    _, path = trained("reg:squarederror", "real", file="m.json")
+    path.write_text(path.read_text().replace('"num_feature":"4"', '"num_feature":"100000000"'))
+    with pytest.raises(BundleError, match=r"m\.json: takes a table of 100000000 columns, more than the 100000"):
+        prepare(path)
+
+
+def test_a_wide_table_is_compared_on_fewer_rows(trained: Any, tmp_path: Path) -> None:
+    _, path = trained("reg:squarederror", "real", file="m.json")
+    path.write_text(path.read_text().replace('"num_feature":"4"', '"num_feature":"50000"'))
+    prepared = prepare(path)
+    assert prepared.spec.inputs[0].row_shape == (50000,)
+    assert int(prepared.notes[-1].split()[4]) * 50000 < 2**28
+
+
 def test_names_of_columns_are_told(trained: Any) -> None:
     _, path = trained("reg:squarederror", "real", feature_names=["age", "bmi", "bp", "s1"])
     assert "the columns of 'input' are age, bmi, bp, s1" in prepare(path).notes

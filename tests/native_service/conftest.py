@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,6 +26,7 @@ from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService
 from native_service.metrics import Refusals
 from native_service.nereid_grpc import NativeServer, NereidService
+from native_service.regions import Regions
 from native_service.run_directory import RunDirectory
 from native_service.settings import Limits, ServerSettings
 from nereid_backend.errors import EnvoyUnavailable
@@ -66,17 +69,24 @@ class FakeTriton:
         self.outputs: tuple[str, ...] = ("output",)
         self.behave: Answer | None = None
         self.entered = asyncio.Event()
+        self.regions: dict[str, mmap.mmap] = {}
+        self.used_regions: Counter[str] = Counter()
 
     async def infer(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         self.deadlines.append(context.time_remaining())
         self.entered.set()
+        named = (t.parameters["shared_memory_region"].string_param for t in (*request.inputs, *request.outputs))
+        regions = [name for name in named if name]
+        self.used_regions.update(regions)
         try:
             return await (self.behave or self._add_one)(request, context)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        finally:
+            self.used_regions.subtract(regions)
 
     async def _add_one(self, request: Any, _context: Any) -> Any:
         response = service_pb2.ModelInferResponse(model_name=request.model_name)
@@ -85,11 +95,21 @@ class FakeTriton:
             values = np.zeros(1, "<f4")
             shape = [1]
             if request.inputs:
-                values = np.frombuffer(request.raw_input_contents[0], "<f4") + 1 + index
+                values = np.frombuffer(self._input(request), "<f4") + 1 + index
                 shape = list(request.inputs[0].shape)
             response.outputs.add(name=name, datatype="FP32", shape=shape)
-            response.raw_output_contents.append(values.astype("<f4").tobytes())
+            data = values.astype("<f4").tobytes()
+            places = [o.parameters["shared_memory_region"].string_param for o in request.outputs if o.name == name]
+            if any(places):
+                self.regions[places[0]][: len(data)] = data
+            response.raw_output_contents.append(b"" if any(places) else data)
         return response
+
+    def _input(self, request: Any) -> bytes:
+        place = request.inputs[0].parameters
+        if region := place["shared_memory_region"].string_param:
+            return self.regions[region][: place["shared_memory_byte_size"].int64_param]
+        return bytes(request.raw_input_contents[0])
 
     async def never(self, _request: Any, _context: Any) -> Any:
         await asyncio.sleep(3600)
@@ -134,6 +154,16 @@ class FakeServer:
     async def is_ready(self) -> bool:
         return True
 
+    async def share_memory(self, name: str, size_bytes: int) -> None:
+        with Path("/dev/shm", name).open("r+b") as file:
+            self.triton.regions[name] = mmap.mmap(file.fileno(), size_bytes)
+
+    async def unshare_memory(self, name: str) -> bool:
+        """Like the real one it says yes to what it does not know, and no while a request runs on it."""
+        if self.triton.used_regions[name] == 0:
+            self.triton.regions.pop(name, None)
+        return name not in self.triton.regions
+
     async def _ready(self, _request: Any, _context: Any) -> Any:
         return service_pb2.ModelReadyResponse(ready=True)
 
@@ -149,15 +179,18 @@ class Service:
 
 
 @asynccontextmanager
-async def running(*specs: ModelSpec, limits: Limits | None = None) -> AsyncIterator[Service]:
-    """Our gRPC server directly before the fake Triton: no Envoy, no permits."""
+async def running(
+    *specs: ModelSpec, limits: Limits | None = None, region_prefix: str | None = None
+) -> AsyncIterator[Service]:
+    """Our gRPC server directly before the fake Triton: no Envoy, no permits; shared memory when it has a prefix."""
     limits = limits or Limits()
     triton = FakeTriton()
     async with FakeServer(triton) as back:
         refusals = Refusals()
         inference = Inference(back.channel, refusals)
+        regions = None if region_prefix is None else Regions(region_prefix, back)
         handlers = (
-            NereidService(specs, inference, limits).handler,
+            NereidService(specs, inference, limits, regions=regions).handler,
             KServeService(specs, inference, back.channel, back.is_ready).handler,
         )
         native = NativeServer(handlers, [spec.name for spec in specs], limits.max_request_bytes)
@@ -192,7 +225,7 @@ class Fronted:
 
     async def failures(self) -> dict[tuple[str, str], float]:
         """By model and reason, what would be shown where Triton has counted nothing; zeros are left out."""
-        failed = await self.front.failed()
+        failed = (await self.front.counted()).failed
         models = {model for model, _ in (*failed.by_status, *failed.by_reason)}
         cells = [(model, reason) for model in models for reason in metrics.REASONS]
         return {cell: count for cell in cells if (count := failed.beside(*cell, 0))}

@@ -430,11 +430,11 @@ def packed(*texts: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(text)) + text for text in texts)
 
 
+PAST_THE_END = "is no BYTES tensor: a length leads past its end"
 HOSTILE_TEXTS = {
-    "a length beyond the end": (packed(b"b") + struct.pack("<I", 100) + b"a", "incomplete string"),
-    "the largest length": (packed(b"b") + struct.pack("<I", 2**32 - 1) + b"a", "incomplete string"),
-    "a length into the next text": (struct.pack("<I", 100) + b"a" + packed(b"b"), "expected 2 string elements"),
-    "half a length": (packed(b"a") + b"xy", "incomplete string length"),
+    "a length beyond the end": (packed(b"b") + struct.pack("<I", 100) + b"a", PAST_THE_END),
+    "the largest length": (packed(b"b") + struct.pack("<I", 2**32 - 1) + b"a", PAST_THE_END),
+    "half a length": (packed(b"a") + b"xy", PAST_THE_END),
     "too few": (packed(b"a"), "expected 2 string elements"),
     "too many": (packed(b"a", b"b", b"c"), "unexpected number of string elements"),
     "nothing": (b"", "expected 2 string elements"),
@@ -444,6 +444,7 @@ HOSTILE_TEXTS = {
 
 @pytest.mark.parametrize("what", HOSTILE_TEXTS)
 def test_bytes_that_are_no_texts_are_refused_and_hurt_nobody(served: Served, what: str) -> None:
+    """A length past the end is not seen by Triton 2.51 before its backend, where it fails the whole batch."""
     data, said = HOSTILE_TEXTS[what]
     good = {"words": ("BYTES", [1, 2], packed(b"a", b"b"))}
     with ThreadPoolExecutor(4) as pool:

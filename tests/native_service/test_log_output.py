@@ -96,3 +96,17 @@ def test_a_reader_that_has_gone_is_no_error(pipe: tuple[int, int]) -> None:
     logger_to(handler).warning("nobody hears this")
     handler.close()
     os.close(writer)
+
+
+def test_a_flood_of_one_kind_is_cut_and_counted(pipe: tuple[int, int]) -> None:
+    handler = BackgroundHandler(pipe[1])
+    logger = logger_to(handler)
+    for number in range(500):
+        logger.warning("flood %d", number, extra={"kind": "flood"})
+    logger.warning("something else")
+    handler.close()
+    lines = read_until(pipe[0], b"left out: flood\n").decode().splitlines()
+    flooded = [line for line in lines if line.startswith("flood")]
+    assert "something else" in lines
+    assert len(flooded) + int(lines[-1].split()[0]) == 500
+    assert len(flooded) < 100

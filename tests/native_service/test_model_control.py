@@ -14,7 +14,7 @@ import pytest
 from native_service import settings, watch
 from native_service.catalogue import Catalogue
 from native_service.conversion import Converted, Source
-from native_service.model_control import ModelControl
+from native_service.model_control import ModelControl, Outcome
 from native_service.settings import ModelSettings
 from nereid_backend.errors import BundleError, ModelLoadError, NereidError, NotFound, TritonUnavailable
 from nereid_backend.spec import ModelSpec
@@ -77,7 +77,7 @@ class FakeConverter:
 
 
 class Controlled:
-    def __init__(self, folder: Path, front: Any, its: settings.Settings) -> None:
+    def __init__(self, folder: Path, front: Any, its: settings.Settings, *, lenient: bool = True) -> None:
         repository, staging = folder / "repository", folder / "staging"
         for each in (repository, staging):
             each.mkdir()
@@ -85,7 +85,7 @@ class Controlled:
         self.triton: Any = FakeTriton(repository)
         self.catalogue = Catalogue(run, self.triton, 1)
         converter: Any = FakeConverter
-        self.control = ModelControl(its, self.catalogue, converter, lenient=True)
+        self.control = ModelControl(its, self.catalogue, converter, lenient=lenient)
         self.front = front
 
     async def start(self) -> None:
@@ -274,3 +274,109 @@ def test_the_end_does_not_wait_for_a_change(models: Path, run: Run) -> None:
             await load
 
     run(scenario)
+
+
+def listed(models: Path, **capacities: int) -> settings.Settings:
+    rows = tuple(ModelSettings(name=n, device="cpu", queue_capacity=c) for n, c in capacities.items())
+    return settings.for_folder(models).model_copy(update={"models": rows})
+
+
+@pytest.fixture
+def reloading(tmp_path: Path, models: Path, front: Any) -> Run:
+    """Runs a scenario on a started control that follows nothing and whose settings list what is in the folder."""
+
+    def run(scenario: Callable[[Controlled, Callable[..., Awaitable[Outcome]]], Awaitable[None]]) -> None:
+        async def inside() -> None:
+            names = dict.fromkeys(sorted(path.name for path in models.iterdir()), 1)
+            controlled = Controlled(tmp_path, front, listed(models, **names), lenient=False)
+            await controlled.start()
+
+            async def reload(**capacities: int) -> Outcome:
+                outcome = Outcome()
+
+                async def nothing_more() -> None:
+                    pass
+
+                await controlled.control.reload(listed(models, **capacities), outcome, before=nothing_more)
+                return outcome
+
+            await scenario(controlled, reload)
+
+        asyncio.run(inside())
+
+    return run
+
+
+def test_a_reload_serves_what_the_settings_list_and_touches_nothing_else(models: Path, reloading: Run) -> None:
+    for name in ("same", "goes", "changes", "grows"):
+        (models / name).write_text("1")
+
+    async def scenario(controlled: Controlled, reload: Any) -> None:
+        loads = controlled.triton.loads
+        (models / "changes").write_text("2")
+        (models / "new").write_text("1")
+        outcome = await reload(same=1, changes=1, grows=7, new=1)
+        assert outcome == Outcome(
+            [
+                "model 'changes' changed",
+                "model 'new' added",
+                "model 'grows': queue_capacity is 7 now, was 1",
+                "model 'goes' removed",
+            ]
+        )
+        assert controlled.triton.serves == {"same": "1", "changes": "2", "grows": "1", "new": "1"}
+        assert controlled.front.models == {"same": 1, "changes": 1, "grows": 7, "new": 1}
+        assert controlled.triton.loads == loads + 2  # another capacity loads nothing
+        assert await reload(same=1, changes=1, grows=7, new=1) == Outcome()
+
+    reloading(scenario)
+
+
+def test_a_reload_with_a_model_that_cannot_be_converted_changes_nothing(models: Path, reloading: Run) -> None:
+    for name in ("good", "bad"):
+        (models / name).write_text("1")
+
+    async def scenario(controlled: Controlled, reload: Any) -> None:
+        (models / "good").write_text("2")
+        (models / "bad").write_text("wrong")
+        with pytest.raises(BundleError, match=r"^model 'bad': manifest\.yaml: outputs are missing$"):
+            await reload(good=9, bad=1)
+        assert controlled.triton.serves == {"good": "1", "bad": "1"}
+        assert controlled.front.models == {"good": 1, "bad": 1}
+        assert list((controlled.triton._repository.parent / "staging").iterdir()) == []
+        (models / "bad").write_text("3")
+        assert (await reload(good=9, bad=1)).failed == []
+        assert controlled.triton.serves == {"good": "2", "bad": "3"}
+
+    reloading(scenario)
+
+
+def test_a_load_that_fails_in_a_reload_is_told_and_tried_again_by_the_next(models: Path, reloading: Run) -> None:
+    for name in ("a", "b"):
+        (models / name).write_text("1")
+
+    async def scenario(controlled: Controlled, reload: Any) -> None:
+        (models / "a").write_text("bad")
+        (models / "b").write_text("2")
+        outcome = await reload(a=1, b=1)
+        assert outcome == Outcome(["model 'b' changed"], ["model 'a' could not be loaded: bad"])
+        assert controlled.triton.serves == {"a": "1", "b": "2"}
+        assert controlled.control.records["a"].failure == "model 'a' could not be loaded: bad"
+        assert (await reload(a=1, b=1)).failed == outcome.failed
+        (models / "a").write_text("3")
+        assert await reload(a=1, b=1) == Outcome(["model 'a' changed"])
+        assert controlled.control.records["a"].failure is None
+
+    reloading(scenario)
+
+
+def test_what_a_caller_has_unloaded_stays_away_after_a_reload(models: Path, reloading: Run) -> None:
+    (models / "a").write_text("1")
+
+    async def scenario(controlled: Controlled, reload: Any) -> None:
+        await controlled.control.unload("a")
+        (models / "a").write_text("2")
+        assert await reload(a=1) == Outcome()
+        assert controlled.triton.serves == {}
+
+    reloading(scenario)

@@ -6,6 +6,7 @@ import pytest
 from native_service import preflight
 from native_service.embedded_triton import TritonInstall
 from native_service.preflight import Machine
+from native_service.settings import Limits
 from nereid_backend.errors import TritonUnavailable
 
 
@@ -20,8 +21,12 @@ def install(tmp_path: Path) -> TritonInstall:
 GOOD = Machine("Linux", "x86_64", (2, 36), (3, 11), "CPython", Path("/usr/lib/libpython3.11.so.1.0"))
 
 
+def check(install: TritonInstall, **change: object) -> None:
+    preflight.check(install, Limits(), Path("/"), replace(GOOD, **change))  # type: ignore[arg-type]
+
+
 def test_a_fitting_machine_passes(install: TritonInstall) -> None:
-    preflight.check(install, GOOD)
+    check(install)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +43,7 @@ def test_a_fitting_machine_passes(install: TritonInstall) -> None:
 )
 def test_each_misfit_is_one_line_with_a_way_out(install: TritonInstall, change: dict[str, object], words: str) -> None:
     with pytest.raises(TritonUnavailable) as caught:
-        preflight.check(install, replace(GOOD, **change))  # type: ignore[arg-type]
+        check(install, **change)
     [line] = str(caught.value).splitlines()
     assert words in line
     assert "--tritonserver PATH" in line
@@ -46,7 +51,7 @@ def test_each_misfit_is_one_line_with_a_way_out(install: TritonInstall, change: 
 
 def test_a_missing_stub_is_told(install: TritonInstall) -> None:
     with pytest.raises(TritonUnavailable, match=r"no stub for Python 3\.11"):
-        preflight.check(replace(install, backend_directory=Path("/nowhere")), GOOD)
+        check(replace(install, backend_directory=Path("/nowhere")))
 
 
 def test_libraries_the_loader_cannot_find_are_named(
@@ -58,7 +63,7 @@ def test_libraries_the_loader_cannot_find_are_named(
     ldd.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ldd.parent}:/usr/bin:/bin")
     with pytest.raises(TritonUnavailable) as caught:
-        preflight.check(install, GOOD)
+        check(install)
     assert str(caught.value) == (
         "triton_python_backend_stub needs the shared library libfoo.so.1; install the package that has it"
     )
@@ -66,12 +71,12 @@ def test_libraries_the_loader_cannot_find_are_named(
 
 def test_all_misfits_are_told_at_once(install: TritonInstall) -> None:
     with pytest.raises(TritonUnavailable) as caught:
-        preflight.check(install, replace(GOOD, glibc=(2, 31), libpython=None))
+        check(install, glibc=(2, 31), libpython=None)
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_a_server_that_came_with_the_machine_is_trusted(install: TritonInstall) -> None:
-    preflight.check(replace(install, embedded=False), replace(GOOD, architecture="aarch64"))
+    check(replace(install, embedded=False), architecture="aarch64")
 
 
 def test_the_user_s_library_path_stays_behind_ours(install: TritonInstall, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from serving import Served, checkpoint, chunk, input_tensor, meta, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
+from native_service.failures import SURFACES
 from native_service.proto import inference_pb2 as pb
 
 pytestmark = pytest.mark.triton
@@ -412,6 +413,47 @@ def test_m1_each_request_counts_once_and_unknown_models_nowhere(served: Served, 
     assert durations["request_duration_us"] >= durations["compute_infer_duration_us"] > 0
     assert new["pending_request_count"] == 0
     assert after.keys() == before.keys()
+
+
+def test_the_time_of_each_call_is_shown_under_its_surface(served: Served, client: Any) -> None:
+    def shown(name: str, **labels: str) -> float:
+        return metrics(served)[name, tuple(sorted({"model": "counted", **labels}.items()))]
+
+    def counts() -> dict[str, float]:
+        return {s: shown("nereid_request_duration_seconds_count", surface=s) for s in SURFACES}
+
+    before, received = counts(), shown("nereid_checkpoint_input_bytes_sum")
+    for _ in range(3):
+        client.infer("counted", [input_tensor("input", R16[None])])
+    for _ in range(2):
+        client.infer("counted", [input_tensor("input", R16)])
+    streamed(client, [("counted", [input_tensor("input", R16[None])])] * 4)
+    for _ in range(2):
+        checkpoint(served, [meta("counted"), chunk([1, 16], R16.tobytes())])
+    with pytest.raises(InferenceServerException):
+        client.infer("nobody", [input_tensor("input", R16)])
+    expected = dict(zip(SURFACES, (3, 2, 4, 2), strict=True))
+    deadline = time.monotonic() + 10
+    while True:  # Envoy adds its times up once a second
+        changed = {surface: count - before[surface] for surface, count in counts().items()}
+        if changed == expected or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    assert changed == expected
+    assert shown("nereid_checkpoint_input_bytes_sum") - received == 2 * R16.nbytes
+    assert shown("nereid_checkpoint_output_bytes_sum") > 0
+
+
+def test_permits_in_use_are_shown_while_a_call_runs(served: Served, client: Any) -> None:
+    labels, rows = (("model", "slow"),), np.zeros((8, endings.WIDTH), np.float32)
+    with ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(infer, client, "slow", input=rows) for _ in range(60)]
+        seen = set()
+        while not all(each.done() for each in work):
+            seen.add(metrics(served)["nereid_permits_in_use", labels])
+    assert max(seen) in (1, 2, 3, 4)
+    assert metrics(served)["nereid_permits_in_use", labels] == 0
+    assert metrics(served)["nereid_permits_limit", labels] == endings.CAPACITY
 
 
 def test_m5_the_pending_count_is_never_below_0(served: Served, client: Any) -> None:

@@ -61,8 +61,6 @@ class Model:
             text=True,
         )
         self.heard()
-        self.record = StubRecord(folder / "repository", "nereid-test-none-", self.folder)
-        self.record.take_note(os.getpid(), "m", set())
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -79,8 +77,12 @@ class Model:
         return found
 
     def hung(self, limit_s: float | None = None) -> list[str]:
-        found = self.record.find_hung({} if limit_s is None else {"m": limit_s})
+        limits = {} if limit_s is None else {"m": limit_s}
+        record = StubRecord(self.folder.with_name("repository"), "nereid-test-none-", self.folder)
+        record.take_note(os.getpid(), "m", set())
+        found = record.find_hung(limits)
         assert set(found) <= {self.process.pid}
+        assert record.find_hung(limits) == {}, "told twice"
         return [*found.values()]
 
 

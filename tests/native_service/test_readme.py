@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.triton
-def test_the_client_in_the_readme_classifies_digits(
+def test_the_clients_in_the_readme_classify_digits(
     demo_bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Served(tmp_path, str(demo_bundles), "--bind", "127.0.0.1:0")
@@ -38,14 +38,16 @@ def test_the_client_in_the_readme_classifies_digits(
         (tmp_path / "bundles").symlink_to(demo_bundles)
         monkeypatch.chdir(tmp_path)
         names: dict[str, Any] = {}
-        client, *_ = blocks("python")
-        exec(client, names)
+        stock, own, *_ = blocks("python")
+        exec(stock, names)
         names["client"].close()
+        exec(own, names)
     finally:
         server.end()
     assert server.state["models"] == ["digits", "magika", "projection", "reader"]  # what the reader calls is hidden
     local = np.load(demo_bundles / "digits" / "local_jax.npy")
     np.testing.assert_allclose(names["probabilities"], local[:2], atol=1e-5)
+    np.testing.assert_allclose(names["streamed"], local[:2], atol=1e-5)
 
 
 def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
@@ -66,13 +68,20 @@ def test_the_script_in_the_readme_answers(tmp_path: Path) -> None:
 def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
     from native_service import settings
 
-    block, _ = blocks("yaml")
+    block, *_ = blocks("yaml")
     (tmp_path / "bundles").mkdir()
     (tmp_path / "nereid.yaml").write_text(block)
     loaded = settings.load(tmp_path / "nereid.yaml")
     raw = yaml.safe_load(block)
     assert str(loaded.server.bind) == raw["server"]["bind_addr"]
     assert [model.name for model in loaded.models] == ["digits"]
+    *_, protection = blocks("yaml")
+    (tmp_path / "nereid.yaml").write_text(
+        yaml.safe_dump({**raw, "server": {**raw["server"], **yaml.safe_load(protection)["server"]}})
+    )
+    server = settings.load(tmp_path / "nereid.yaml").server
+    assert server.tls is not None
+    assert server.auth is not None
 
 
 def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
@@ -87,7 +96,7 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
         for block in blocks("python")
         if "import InvalidArgument, register_model" in block or "register_model(" in block
     )
-    _, declared = blocks("yaml")
+    _, declared, _ = blocks("yaml")
     (tmp_path / "hooks.py").write_text(code)
     preprocess = user_code.load(tmp_path, "digits", ModelHooks, "register_model").preprocess
     image = NamedArray("image", np.full((2, 64), 16, np.uint8))

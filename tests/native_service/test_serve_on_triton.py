@@ -258,7 +258,7 @@ def test_a_port_in_use_stops_the_start_before_anything_is_converted(tmp_path: Pa
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         output = failing_start(tmp_path, str(models), "--bind", address)
     assert f"server.bind_addr {address} cannot be bound" in output
-    assert "converted" not in output
+    assert "converting" not in output
 
 
 def test_a_load_that_hangs_is_killed_at_its_deadline(tmp_path: Path) -> None:

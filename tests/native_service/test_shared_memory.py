@@ -12,7 +12,6 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.grpc_edge import NO_DEADLINE
 from native_service.shared_memory import SharedMemory
 from nereid_backend.errors import NotFound
 from nereid_backend.spec import ModelSpec
@@ -64,11 +63,11 @@ def test_a_region_goes_after_its_last_call_and_no_new_one_may_use_it_until_then(
     async def scenario() -> None:
         triton = Triton()
         memory = SharedMemory(triton, (("key", "secret"),))
-        await memory.register(pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=4096), NO_DEADLINE)
+        await memory.register(pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=4096), None)
         memory.check(request_in("r"), spec())
         triton.uses = 1_000_000
         forgetting = [
-            asyncio.create_task(memory.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), NO_DEADLINE))
+            asyncio.create_task(memory.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), None))
             for name in ("r", "")
         ]
         await asyncio.sleep(0.05)
@@ -88,9 +87,9 @@ def test_whoever_stops_waiting_for_a_region_leaves_it_registered(spec: Spec, key
     async def scenario() -> None:
         triton = Triton()
         memory = SharedMemory(triton, (("key", "secret"),))
-        await memory.register(pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=4096), NO_DEADLINE)
+        await memory.register(pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=4096), None)
         triton.uses = 1_000_000
-        forgetting = memory.unregister(pb.SystemSharedMemoryUnregisterRequest(name="r"), NO_DEADLINE)
+        forgetting = memory.unregister(pb.SystemSharedMemoryUnregisterRequest(name="r"), None)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(forgetting, 0.05)
         memory.check(request_in("r"), spec())

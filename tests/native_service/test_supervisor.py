@@ -1,8 +1,10 @@
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -65,12 +67,31 @@ class Nereid:
     def options(self, *more: str) -> None:
         self._command += more
 
-    def start(self, *models: str) -> None:
+    def start(self, *models: str, terminal: int | None = None) -> None:
+        """``terminal``: the descriptor of the one that the process is to be started in."""
         for name in models:
             (self.models / name).touch()
+
+        def take_terminal() -> None:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
         self.process = subprocess.Popen(
-            self._command, env=self._environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            self._command,
+            env=self._environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=terminal is not None,
+            preexec_fn=take_terminal if terminal is not None else None,
+            pass_fds=() if terminal is None else (terminal,),
         )
+
+    @staticmethod
+    def command(name: str) -> list[str]:
+        return [sys.executable, "-m", "native_service.cli", name]
+
+    def ask(self, command: list[str]) -> str:
+        return subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False).stdout
 
     def ready(self) -> dict[str, object]:
         self.until(self.state.exists)
@@ -78,7 +99,7 @@ class Nereid:
         return state
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # many processes start, on cores that may be shared
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
@@ -137,6 +158,49 @@ def test_a_signal_ends_a_running_service_with_0_and_nothing_is_left(nereid: Nere
     code, out, _ = nereid.end()
     assert code == 0
     assert out.startswith(f"nereid is ready on {state['address']} with a, b")
+    assert nereid.left() == []
+
+
+def test_sighup_adds_what_is_new_in_the_folder_and_ends_nothing(nereid: Nereid) -> None:
+    nereid.start("a")
+    nereid.ready()
+    (nereid.models / "b").touch()
+    nereid.process.send_signal(signal.SIGHUP)
+    asked = [*nereid.command("models"), "--json"]
+
+    def names() -> list[str]:
+        return [model["name"] for model in json.loads(nereid.ask(asked))]
+
+    nereid.until(lambda: names() == ["a", "b"])
+    nereid.process.send_signal(signal.SIGTERM)
+    code, _, err = nereid.end()
+    assert (code, "model 'b' added" in err) == (0, True)
+
+
+def test_a_slow_start_can_be_watched(nereid: Nereid) -> None:
+    nereid.start("slow")
+
+    def models() -> list[tuple[str, str, str]]:
+        told = json.loads(nereid.ask([*nereid.command("models"), "--json"]) or "[]")
+        return [(model["name"], model["state"], model["reason"]) for model in told]
+
+    nereid.until(lambda: models() == [("slow", "loading", "converting")])
+    assert "starting" in nereid.ask(nereid.command("status"))
+    nereid.process.send_signal(signal.SIGHUP)  # waits until it is ready
+    time.sleep(0.2)
+    assert nereid.process.poll() is None
+    nereid.process.send_signal(signal.SIGTERM)
+    assert nereid.end()[0] == 0
+    assert nereid.left() == []
+
+
+def test_the_end_of_its_terminal_ends_the_service_in_order(nereid: Nereid) -> None:
+    master, terminal = os.openpty()
+    nereid.start("a", terminal=terminal)
+    os.close(terminal)
+    nereid.ready()
+    os.close(master)
+    assert nereid.end()[0] == 0
     assert nereid.left() == []
 
 

@@ -40,3 +40,39 @@ def test_information_is_quiet_and_what_models_print_is_not(caplog: pytest.LogCap
 )  # fmt: skip
 def test_a_failed_load_is_told_without_paths_and_traceback(text: str, reason: str) -> None:
     assert load_failure(text) == reason
+
+
+def test_a_traceback_of_a_model_is_one_record(caplog: pytest.LogCaptureFixture) -> None:
+    log = TritonLog()
+    lines = ["Traceback (most recent call last):", '  File "hooks.py", line 3', "    x = y", "NameError: y"]
+    with caplog.at_level(logging.INFO):
+        for line in ["before", *lines, "after"]:
+            log.logged(line)
+        for line in (lines[0], lines[1]):
+            log.printed(line)
+        log.logged("between")
+        log.printed(lines[3])
+    assert [record.getMessage() for record in caplog.records] == [
+        "before", "\n".join(lines), "after", "between", "\n".join([*lines[:2], lines[3]]),
+    ]  # fmt: skip
+
+
+def test_the_details_of_a_failed_request_are_no_second_error(caplog: pytest.LogCaptureFixture) -> None:
+    log = TritonLog()
+    with caplog.at_level(logging.INFO):
+        log.logged(
+            'E1130 07:02:03.123456 12 model.py:127] "model \'m\' request a b failed\\nTraceback:\\n  \\"x\\"\\nNo\\n"'
+        )
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("nereid.models", "INFO")
+    assert record.getMessage() == "model 'm' request a b failed\nTraceback:\n  \"x\"\nNo"
+    assert record.__dict__["fields"] == {"model": "m", "request_id": "a b", "source": "model.py:127"}
+
+
+def test_complaints_of_triton_have_a_kind_by_their_place(caplog: pytest.LogCaptureFixture) -> None:
+    log = TritonLog()
+    for number in range(3):
+        log.logged(f'E1130 07:02:03.123456 12 infer_handler.cc:{number % 2}] "malformed {number}"')
+    assert [record.__dict__["kind"] for record in caplog.records] == [
+        "infer_handler.cc:0", "infer_handler.cc:1", "infer_handler.cc:0",
+    ]  # fmt: skip

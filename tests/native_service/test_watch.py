@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(model: Path, text: str = "text") -> None:
-    model.mkdir(exist_ok=True)
+    model.mkdir(exist_ok=True, parents=True)
     (model / "manifest.yaml").write_text(text)
 
 
@@ -169,3 +169,20 @@ def test_a_fingerprint_tells_content_and_not_hidden_files_or_the_name(folder: Pa
     assert scan(folder)["link"] == ()
     assert scan(folder / "renamed", as_one=True) == {"renamed": fingerprint(folder / "renamed")}
     assert scan(folder / "model", as_one=True) == {}
+
+
+def test_of_a_link_to_a_whole_disk_only_a_part_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "_MOST_FILES", 50)
+    for number in range(30):
+        write(tmp_path / "disk" / f"{number:02}")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "linked").symlink_to(tmp_path / "disk")
+    looked_at = []
+    monkeypatch.setattr(watch, "_facts", lambda file, name: looked_at.append(file) or [(name, 0, 0, 0)])
+    first, again = fingerprint(tmp_path / "models" / "linked"), fingerprint(tmp_path / "models" / "linked")
+    assert first == again
+    assert 10 < len(first) < 50
+    assert len(looked_at) == 2 * len(first)
+    assert caplog.text.count("linked holds more than 50 files and folders") == 1

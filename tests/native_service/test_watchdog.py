@@ -35,15 +35,32 @@ class FakeModels:
         self.done: list[str] = []
         self.bad_restarts = 0
         self.stuck: set[str] = set()
+        self.hangs = False
+        self.asked = 0
+        self.answers: Callable[[int], bool] = lambda _: True
         self.is_running = True
         self.ended = asyncio.Event()
 
     def find_lost(self) -> set[str]:
         return self.stuck
 
+    async def is_ready(self) -> bool:
+        self.asked += 1
+        return self.answers(self.asked)
+
+    def kill_hung(self) -> list[str]:
+        if self.hangs:
+            self.hangs, self.is_dead = False, True
+            return ["model 'm': a run goes on"]
+        return []
+
     async def wait(self) -> str:
         await self.ended.wait()
         return "tritonserver ended with code -9"
+
+    async def drop(self) -> None:
+        self.done.append("dropped")
+        self.is_running, self.is_dead = False, True
 
     async def restart(self) -> None:
         self.done.append("restarted")
@@ -87,7 +104,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
 
     async def sleep(pause_s: float) -> None:
-        if pause_s != watchdog._LOOK_S:
+        if pause_s not in (watchdog._LOOK_S, watchdog._QUESTION_S):
             waited.append(pause_s)
         await original_sleep(0)
 
@@ -147,27 +164,63 @@ def test_a_load_that_fails_is_tried_again_with_the_same_pauses(
     assert caplog.text.count("no such luck") == 3
 
 
+def test_a_model_that_hangs_is_made_dead_and_started_again(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(models: FakeModels) -> None:
+        models.hangs = True
+        while "loaded m" not in models.done:
+            await original_sleep(0)
+
+    models = watched(scenario)
+    assert models.done == ["routed away", "loaded m"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "model 'm': a run goes on",
+        "model 'm': its process has died; it is started again now",
+    ]
+
+
 def test_a_triton_that_dies_is_started_again_with_its_models_and_nobody_says_they_died(
     pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     models = watched(lambda models: models.ends())
-    assert (models.done, pauses) == (["routed away", "restarted", "loaded m"], [0])
+    assert (models.done, pauses) == (["dropped", "routed away", "restarted", "loaded m"], [0])
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         "tritonserver ended with code -9; it is started again now, with all its models"
     ]
 
 
-def test_a_model_that_triton_cannot_load_any_more_costs_one_restart_and_no_second(pauses: list[float]) -> None:
+def test_a_load_that_hangs_in_triton_for_good_costs_one_restart_and_no_second(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(models: FakeModels) -> None:
-        for _ in range(2):
-            models.stuck = {"m"}
-            while "m" in models.stuck and "restarted" not in models.done[3:]:
-                await original_sleep(0)
-                if "loaded m" in models.done:
-                    break
+        models.stuck = {"m"}
+        while "loaded m" not in models.done:
+            await original_sleep(0)
+        models.stuck = {"m"}
+        for _ in range(100):
+            await original_sleep(0)
 
     models = watched(scenario)
-    assert models.done == ["routed away", "restarted", "loaded m"]
+    assert models.done == ["dropped", "routed away", "restarted", "loaded m"]
+    assert "the load of m hangs in tritonserver; it is started again now, with all its models" in caplog.text
+
+
+def test_a_triton_that_does_not_answer_for_long_is_replaced_and_one_that_sometimes_does_is_not(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(models: FakeModels) -> None:
+        models.answers = lambda asked: asked % 8 == 0
+        while models.asked < 100:
+            await original_sleep(0)
+        assert models.done == []
+        models.answers = lambda _: "restarted" in models.done
+        while "loaded m" not in models.done:
+            await original_sleep(0)
+
+    models = watched(scenario)
+    assert models.done == ["dropped", "routed away", "restarted", "loaded m"]
+    assert "tritonserver does not answer any more; it is started again now, with all its models" in caplog.text
 
 
 def test_a_triton_that_cannot_be_kept_up_is_given_up_after_growing_pauses(pauses: list[float]) -> None:
@@ -361,3 +414,26 @@ def test_every_process_behind_a_model_is_brought_back(tmp_path: Path) -> None:
                 kill(serving, process)
                 serving.until(lambda: told == ["SERVING", "NOT_SERVING", "SERVING"])
             assert ask(model)
+
+
+@pytest.mark.triton
+def test_the_processes_of_an_ensemble_are_started_once(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    noted = tmp_path / "started"
+    hooks = f"import os\nwith open({str(noted)!r}, 'a') as file:\n    print(os.getpid(), file=file)\n{RAGGED_HOOKS}"
+    write_bundle(tmp_path / "models" / "scored", hooks, **RAGGED_TENSORS)
+    ragged = [input_tensor("query", ROW[0]), input_tensor("keys", ROW)]
+    with live(tmp_path) as serving:
+
+        def started() -> list[int]:
+            return sorted(map(int, noted.read_text().split()))
+
+        def running() -> list[int]:
+            return sorted(stubs(serving.served, "scored__preprocess") | stubs(serving.served, "scored__postprocess"))
+
+        assert started() == running()
+        noted.unlink()
+        (server,) = (pid for pid in serving.served.descendants() if is_tritonserver(pid))
+        os.kill(server, signal.SIGKILL)
+        serving.until(lambda: serving.client.infer("scored", ragged) is not None)
+        assert started() == running()

@@ -15,7 +15,7 @@ pytest.importorskip("jax")
 
 from converters import weights as weights_files
 from nereid_backend import dtypes
-from nereid_backend.engines import stablehlo
+from nereid_backend.engines import jax_programs
 from nereid_backend.engines.stablehlo import Argument, StableHloEngine, read_module
 from nereid_backend.errors import DeviceMissing, EngineError, SignatureError, WeightsError
 from nereid_backend.program_cache import ProgramCache
@@ -385,9 +385,9 @@ def test_a_program_made_for_something_else_is_not_taken(
     if fact in ("XLA_FLAGS", "NPROC"):
         monkeypatch.setenv(fact, "")
     elif fact == "processor":
-        monkeypatch.setattr(stablehlo, "processor_features", lambda: ["flags: none"])
+        monkeypatch.setattr(jax_programs, "processor_features", lambda: ["flags: none"])
     elif fact == "recipe":
-        monkeypatch.setattr(stablehlo, "COMPILATION", 0)
+        monkeypatch.setattr(jax_programs, "COMPILATION", 0)
     else:
         monkeypatch.setattr({"jax": jax, "numpy": np}[fact], "__version__", "0")
     answer(*bundle)

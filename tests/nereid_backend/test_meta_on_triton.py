@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from fake_engine import write_fake
+from hooked_bundle import RAGGED_HOOKS, RAGGED_TENSORS, write_bundle
 from serving import raw_infer
 
 from nereid_backend import dtypes
@@ -341,3 +343,69 @@ def test_as_many_requests_run_together_as_the_gate_lets_through(
         depth += 1 if mark == "(" else -1
         most = max(most, depth)
     assert (most, depth, len(journal.read_text())) == (2, 0, 12)
+
+
+# Callees of other kinds.
+
+SCRIPT = """
+import array, os, sys
+x = array.array("f", sys.stdin.buffer.read())
+shape = os.environ["NEREID_INPUT_SHAPE"]
+if x[0] < 0:
+    sys.exit("negative")
+with open(os.environ["NEREID_OUTPUT_PATH"], "wb") as file:
+    file.write(f"float32 {'2' if x[0] == 9 else shape}\\n".encode())
+    file.write(array.array("f", [2 * v for v in x]).tobytes())
+"""
+
+
+def test_a_meta_model_calls_a_script(triton: Any, add_meta: Callable[..., str], tmp_path: Path) -> None:
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    (folder / "main.py").write_text(SCRIPT)
+    (folder / "requirements.txt").write_text("")
+    (folder / "model_inference.textproto").write_text("input_shape: [2]\noutput_shape: [2]\nmax_batch_size: 4\n")
+    triton.add(folder)
+    code = (
+        "def run(inputs, call):\n"
+        "    (output,) = call('scripted', {'input': inputs[0].array})\n"
+        "    return {'y': output.array}\n"
+    )
+    name = add_meta("of_scripts", code, ["scripted"])
+    assert answer(raw_infer(triton.address, name, floats([[1, 2], [3, 4]]))) == [2, 4, 6, 8]
+    # A script may leave the batch dimension out.
+    assert answer(raw_infer(triton.address, name, floats([[9, 1]]))) == [18, 2]
+    with pytest.raises(grpc.RpcError) as caught:
+        raw_infer(triton.address, name, floats([[-1, 2]]))
+    said = "in 'of_scripts': model 'scripted': it ended with exit code 1; stderr: negative"
+    assert (caught.value.code().name, caught.value.details()) == ("INTERNAL", said)
+    with pytest.raises(grpc.RpcError) as caught:
+        raw_infer(triton.address, name, floats(np.ones((5, 2))))
+    assert caught.value.code().name == "INVALID_ARGUMENT"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
+def test_a_meta_model_calls_models_with_hooks(triton: Any, add_meta: Callable[..., str], tmp_path: Path) -> None:
+    batched = (
+        "from nereid_backend.hooks import InvalidArgument, register_model\n"
+        "def preprocess(inputs):\n"
+        "    if (inputs[0].array < 0).any():\n"
+        "        raise InvalidArgument('negative')\n"
+        "    return {'x': inputs[0].array + 1}\n"
+        "register_model(preprocess=preprocess)\n"
+    )
+    triton.add(write_bundle(tmp_path / "one_process", batched))
+    triton.add(write_bundle(tmp_path / "in_stages", RAGGED_HOOKS, **RAGGED_TENSORS))
+    code = (
+        "import numpy as np\n"
+        "def run(inputs, call):\n"
+        "    x = np.repeat(inputs[0].array, 2, 1)\n"
+        "    (y,) = call('one_process', {'x': x})\n"
+        "    best, above = call('in_stages', {'query': x[0], 'keys': x})\n"
+        "    return {'y': np.stack([y.array[:, 0], best.array], 1)}\n"
+    )
+    name = add_meta("of_hooks", code, ["one_process", "in_stages"])
+    assert answer(raw_infer(triton.address, name, floats([[1, 2], [3, 4]]))) == [4, 8, 8, 12]
+    with pytest.raises(grpc.RpcError) as caught:
+        raw_infer(triton.address, name, floats([[-1, 0]]))
+    assert (caught.value.code().name, caught.value.details()) == ("INVALID_ARGUMENT", "in 'of_hooks': negative")
