@@ -155,12 +155,9 @@ def test_compressed_requests_are_answered_in_kind(fronting: Fronting, spec: Spec
         async with fronting(spec(dims=(-1,))) as service:
             plain, packed = [], []
             for sizes, compression in ((plain, None), (packed, coding)):
-                for call in (
-                    infer(service.channel, infer_request((1, size)), compression=compression),
-                    answer_of(stream(service.channel, compression=compression), infer_request((1, size))),
-                ):
+                for ask in (infer, streamed):
                     before = await sent(service)
-                    answer = await call
+                    answer = await ask(service.channel, infer_request((1, size)), compression=compression)
                     assert np.frombuffer(answer.raw_output_contents[0], "<f4").tolist() == [1 + n for n in range(size)]
                     sizes.append(await sent(service) - before)
             assert min(plain) > 4 * size > 2 * max(packed)
@@ -169,7 +166,8 @@ def test_compressed_requests_are_answered_in_kind(fronting: Fronting, spec: Spec
         [count] = (await service.front.admin.counters(r"^http\.public\.downstream_cx_tx_bytes_total$")).values()
         return int(count)
 
-    async def answer_of(call: Any, request: Any) -> Any:
+    async def streamed(channel: Any, request: Any, **options: Any) -> Any:
+        call = stream(channel, **options)
         await call.write(request)
         await call.done_writing()
         return (await call.read()).infer_response
