@@ -34,7 +34,7 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 thorough: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
 
-BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory warm_script kserve_ways) endings
+BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory checkpoint warm_script kserve_ways) endings
 
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
