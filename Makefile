@@ -1,4 +1,4 @@
-# make install | demo | serve | test | thorough | lint | bench | soak. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | fuzz | lint | bench | soak. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +12,7 @@ BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_
 	tests/nereid_backend/test_hooks_on_triton.py tests/nereid_backend/test_pipeline.py \
 	tests/converters/test_bundles_on_triton.py
 
-.PHONY: install demo serve test thorough lint bench soak clean
+.PHONY: install demo serve test thorough fuzz lint bench soak clean
 
 install: $(VENV)/.installed
 
@@ -34,7 +34,12 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 thorough: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough -k made_up
 
-BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory checkpoint warm_script) endings
+# 10,000 messages, tensors and connections made up for a running server.
+fuzz: $(VENV)/.test
+	$(BIN)/python -m pytest --hypothesis-profile=thorough tests/native_service/test_fuzz.py tests/native_service/test_limits.py
+
+BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory checkpoint \
+	warm_script kserve_ways) endings
 
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed

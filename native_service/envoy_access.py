@@ -31,7 +31,7 @@ _TYPE = "type.googleapis.com/"
 _LUA = _TYPE + "envoy.extensions.filters.http.lua.v3.Lua"
 _JWT = "envoy.filters.http.jwt_authn"
 _PROVIDER, _CLAIMS, _FAILURE = "nereid", "claims", "failure"
-_LEEWAY_S = 60
+_LEEWAY_S, _KNOWN_TOKENS = 60, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,8 @@ def _tokens(rules: TokenRules) -> Json:
         "require_expiration": True,
         "clock_skew_seconds": _LEEWAY_S,
         "forward": True,
+        # Of verified tokens; their dates are looked at again.
+        "jwt_cache_config": {"jwt_cache_size": _KNOWN_TOKENS},
         "payload_in_metadata": _CLAIMS,
         "failed_status_in_metadata": _FAILURE,
         **({"issuer": rules.issuer} if rules.issuer else {}),

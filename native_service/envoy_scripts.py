@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from nereid_backend.spec import ModelSpec
 
+REGION = "shared_memory_region"
+"""The parameter of a tensor that lies in shared memory."""
+CODING_HEADER = "nereid-coding"
 CLUSTER_HEADER = "nereid-cluster"
 KSERVE = "inference.GRPCInferenceService"
 TRITON, MODEL_PREFIX = "triton", "model_"
@@ -38,13 +41,18 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
     ranks = ", ".join(f'["{spec.name}"] = {_total_rank(spec)}' for spec, _ in native)
     limits = ", ".join(f'["{spec.name}"] = {limit_s}' for spec, limit_s in native if limit_s is not None)
     asking = ", ".join(f'["/{KSERVE}/{method}"] = true' for method in ("ModelMetadata", "ModelConfig", "ModelReady"))
+    streams = ", ".join(
+        f'["{path}"] = true' for path in (f"/{KSERVE}/ModelStreamInfer", "/inference.Nereid/Checkpoint")
+    )
     return (
         f"local ranks = {{{ranks}}}\n"
         f"local limits = {{{limits}}}\n"
         f'local infer, asking = "/{KSERVE}/ModelInfer", {{{asking}}}\n'
+        f"local streams = {{{streams}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
-        f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n' + _ON_REQUEST
+        f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n'
+        f'local region = "{REGION}"\n' + _ON_REQUEST
     )
 
 
@@ -113,6 +121,11 @@ local function text(from, to)
   return to > from and buffer:getBytes(from, to - from) or ""
 end
 
+-- Whether a tensor lies in shared memory: our service checks where.
+local function is_in_region(from, to)
+  return to > from and buffer:getBytes(from, to - from):find(region, 1, true) ~= nil
+end
+
 -- Of the shape of an input so far: the number of dimensions, the product of the sizes but those of 0, whether one is 0.
 local dimensions, elements, is_empty
 
@@ -137,7 +150,7 @@ local function read_input(at, stop)
       if key == 42 then -- contents
         if is_too_much(0) then return false end
       elseif key == 10 or key == 18 or key == 26 or key == 34 then -- name, datatype, shape, parameters
-        if is_too_much(at - from) then return false end
+        if is_too_much(at - from) or (key == 34 and is_in_region(from, at)) then return false end
         while key == 26 and from < at do
           from = add_size(from)
           if from == nil or from > at then return false end
@@ -169,7 +182,7 @@ local function read_request(length, is_infer)
     elseif key == 26 or key == 34 or key == 50 then -- id, parameters, outputs
       -- Triton repeats them in its errors. An error of more than 64 KiB breaks the connection with all calls on it, and
       -- calls that are cut off at once can crash Triton 2.51.
-      if is_too_much(at - from) then return nil end
+      if is_too_much(at - from) or (key == 50 and is_in_region(from, at)) then return nil end
       if key == 26 and at - from <= longest_id then id = text(from, at) end
     elseif key ~= 58 or is_too_much(0) then -- raw contents
       return nil
@@ -208,7 +221,11 @@ function envoy_on_request(request)
   end
   local path = headers:get(":path")
   local is_infer = path == infer
-  if not is_infer and not asking[path] then return end
+  if not is_infer and not asking[path] then
+    -- Envoy bounds what it holds of messages that are half sent, our service cannot.
+    if not streams[path] then request:body() end
+    return
+  end
   buffer = request:body()
   local length = buffer and buffer:length() or 0
   if length < 5 then return end

@@ -8,13 +8,13 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from native_service.calls import Call
 from native_service.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_chunks
 from native_service.envoy_scripts import KSERVE
 from native_service.failures import CHECKPOINT
-from native_service.grpc_edge import Inference, errors_told, parsed, unary
+from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, unary
 from native_service.infer_messages import Tensor, read_outputs
 from native_service.proto import inference_pb2
 from native_service.regions import SHARED_FROM_BYTES, Region, Regions
@@ -82,6 +82,7 @@ class NereidService:
     async def checkpoint(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
+            await answer_in_kind(context)
             with self._inference.calls.watched(CHECKPOINT, context) as call:
                 await self._answer(requests, context, call)
 
@@ -146,7 +147,7 @@ class NereidService:
 
     async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
         try:
-            async for message in requests:
+            async for message in self._inference.half_sent.messages(requests):
                 self._check_size(message)
                 reader.receive(parsed(inference_pb2.CheckpointRequest, message))
                 if not reader.needs_input:
@@ -201,13 +202,32 @@ class NativeServer:
             )
         )
         self._server.add_generic_rpc_handlers(tuple(handlers))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((self._health_handler(),))
 
     async def start(self, target: str) -> int:
         """Listen on ``target`` (``unix:/path`` or ``127.0.0.1:0``); the port, 1 for a socket of the file system."""
         port: int = self._server.add_insecure_port(target)
         await self._server.start()
         return port
+
+    def _health_handler(self) -> Any:
+        """Not the library's own, which logs a traceback for bytes that are no message: anybody may ask."""
+        request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+
+        async def check(data: bytes, context: Any) -> Any:
+            async with errors_told(context):
+                return await self._health.Check(parsed(request, data), context)
+
+        async def watch(data: bytes, context: Any) -> None:
+            async with errors_told(context):
+                await self._health.Watch(parsed(request, data), context)
+
+        serializer = response.SerializeToString
+        methods = {
+            "Check": grpc.unary_unary_rpc_method_handler(check, response_serializer=serializer),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch, response_serializer=serializer),
+        }
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
 
     async def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 says for the server, the services and every model."""

@@ -23,6 +23,7 @@ from native_service.envoy_access import OPEN, Access
 from native_service.envoy_config import Admitted
 from native_service.front import Front
 from native_service.grpc_edge import Inference
+from native_service.half_sent import HalfSent
 from native_service.kserve_grpc import KServeService
 from native_service.metrics import Refusals
 from native_service.nereid_grpc import NativeServer, NereidService
@@ -171,7 +172,10 @@ class FakeServer:
 class Service:
     """The running pair, and a channel to its front."""
 
-    def __init__(self, triton: FakeTriton, native: NativeServer, channel: Any, refusals: Refusals) -> None:
+    def __init__(
+        self, triton: FakeTriton, native: NativeServer, channel: Any, refusals: Refusals, half_sent: HalfSent
+    ) -> None:
+        self.half_sent = half_sent
         self.triton = triton
         self.native = native
         self.channel = channel
@@ -198,7 +202,7 @@ async def running(
         await native.set_serving(True)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Service(triton, native, channel, refusals)
+                yield Service(triton, native, channel, refusals, inference.half_sent)
         finally:
             await native.stop(0)
 
@@ -214,6 +218,11 @@ class Fronted:
         self.front = front
         self.address = address
         self.channel = channel
+
+    @property
+    def http(self) -> str:
+        """Where KServe v2 over HTTP is."""
+        return f"http://{self.front.http_infer}"
 
     async def permits_in_use(self, model: str = "adder") -> int:
         return (await self.front.admin.permits_in_use())[model]
@@ -241,7 +250,13 @@ async def fronted(
     try:
         async with FakeServer(triton) as back:
             front = Front(envoy_install.find(), run, back, access)  # type: ignore[arg-type]
-            settings = ServerSettings(bind_addr=bind, http_addr=http, ml_backends_path=".", limits=limits or Limits())
+            settings = ServerSettings(
+                bind_addr=bind,
+                http_addr=http,
+                http_infer_addr="127.0.0.1:0",
+                ml_backends_path=".",
+                limits=limits or Limits(),
+            )
             try:
                 address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
                 async with grpc.aio.insecure_channel(address) as channel:

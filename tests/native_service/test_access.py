@@ -24,6 +24,7 @@ from native_service import certificates, credentials, envoy_access, roles
 from native_service.access_settings import AuthSettings, TlsSettings
 from native_service.credentials import Credentials, TokenRules
 from native_service.envoy_access import Access
+from native_service.log_records import FORMATTERS
 from native_service.proto import inference_pb2
 from native_service.roles import Role
 from nereid_backend.errors import SettingsError
@@ -413,6 +414,8 @@ def test_keys_come_from_files_the_environment_and_digests(tmp_path: Path, monkey
         assert credentials.read(auth) == Credentials(dict(known().credentials.keys), rules("HS384"))  # type: ignore[union-attr]
     assert not {"INFERENCE_KEY", "TOKEN_SECRET"} & set(os.environ), "models would see it"
     assert SECRET not in repr(credentials.read(auth))
+    record = logging.makeLogRecord({"msg": f"a model printed {SECRET}", "fields": {"x": SECRET}})
+    assert all(SECRET not in form().format(record) for form in FORMATTERS.values())
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from hostile_client import (
 )
 from tritonclient.grpc import service_pb2
 
-from native_service import envoy_limits
+from native_service import envoy_limits, half_sent
 from native_service.settings import Limits
 from nereid_backend.spec import ModelSpec
 
@@ -137,6 +137,38 @@ def test_half_sent_messages_take_a_bounded_memory(
     assert refused == set()
     # Once in a while, not for every call.
     assert len([record for record in caplog.records if "hold too much memory" in record.getMessage()]) < 10
+
+
+def test_streams_that_wait_longest_make_room_when_the_service_runs_out_of_memory(
+    serving: Callable[..., Any], spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = 0
+    monkeypatch.setattr(half_sent, "_anonymous_bytes", lambda: held)
+    monkeypatch.setattr(half_sent, "_PATIENCE_S", 0.0)
+
+    async def scenario() -> None:
+        nonlocal held
+        async with serving(spec()) as service:
+            watching = asyncio.create_task(service.half_sent.watch(100))
+            streams = []
+            for path in (CHECKPOINT, STREAM, CHECKPOINT, STREAM):
+                streams.append(service.channel.stream_stream(path)())
+                async with asyncio.timeout(20):
+                    while service.half_sent.waiting < len(streams):
+                        await asyncio.sleep(0.01)
+            held = 101
+            async with asyncio.timeout(20):
+                assert {await call.code() for call in streams[:2]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            held = 0
+            answered = streams[3]
+            await answered.write(infer_bytes())
+            assert await answered.read()
+            assert not watching.done()
+            watching.cancel()
+            for call in streams:
+                call.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_answers_that_nobody_reads_take_a_bounded_memory(fronting: Fronting, spec: Spec) -> None:
