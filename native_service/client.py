@@ -73,6 +73,7 @@ _ATTEMPTS = 5
 _JITTER = 0.5
 _ASYNC_CALLS_AT_ONCE = 256
 _OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, also beside others to the same server
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

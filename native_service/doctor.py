@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from native_service import embedded_triton, envoy_install, preflight, running_servers
+from native_service import embedded_triton, envoy_access, envoy_install, preflight, running_servers
 from native_service import settings as settings_file
 from native_service.conversion import Converter
 from native_service.embedded_triton import TritonInstall
@@ -255,6 +255,17 @@ def _folder(subject: Subject) -> Iterator[Finding]:
         yield Finding("models", OK, str(folder))
 
 
+def _access(subject: Subject) -> Iterator[Finding]:
+    if subject.settings is None or (subject.settings.server.tls is None and subject.settings.server.auth is None):
+        return
+    try:
+        envoy_access.read(subject.settings.server)
+    except NereidError as error:
+        yield from (Finding("access", PROBLEM, line) for line in str(error).splitlines())
+    else:
+        yield Finding("access", OK, "certificates and keys can be read")
+
+
 def _leftovers(subject: Subject) -> Iterator[Finding]:
     runs, regions = leftovers(subject.cache)
     if runs or regions:
@@ -304,5 +315,5 @@ def _is_installed(name: str) -> bool:
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    _interpreter, _envoy, _host, _ports, _engines, _gpus, _clock, _folder, _leftovers, _models,
+    _interpreter, _envoy, _host, _ports, _engines, _gpus, _clock, _folder, _access, _leftovers, _models,
 )  # fmt: skip

@@ -150,6 +150,7 @@ class ModelControl:
         """
         if await self._catalogue.revive(name):
             self._restarts[name] += 1
+            self._records.loaded(name)
             _LOG.info("model %r is back", name)
 
     async def follow(self, reread: Callable[[], Settings] | None = None) -> None:
@@ -272,8 +273,8 @@ class ModelControl:
                 await self._catalogue.discard(ready)
             raise
         outcome.failed.extend(problems)
-        self._settings = self._settings.model_copy(update={"models": settings.models})
-        self._view = None
+        self._settings, self._view = settings, None
+        self._complaints.clear()
         for source, ready in staged:
             what = "changed" if source.name in served else "added"
             await self._told(self._serve(source, ready), f"model {source.name!r} {what}", outcome)

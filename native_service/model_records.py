@@ -45,8 +45,12 @@ class ModelRecords:
         """Around the load of a model: after it the model is served, unless it raises."""
         with self._step(name, "loading"):
             yield
-        record = self._records[name]
-        record.failure, record.loaded_s = None, time.time()
+        self._records[name].failure = None
+        self.loaded(name)
+
+    def loaded(self, name: str) -> None:
+        """The model has been loaded now."""
+        self._records[name].loaded_s = time.time()
 
     def forget(self, name: str) -> None:
         self._records.pop(name, None)

@@ -76,6 +76,7 @@ class Reload:
         differing = dict(_differences(old, fresh.server))
         live = {key for key in differing if any(part.covers(key) for part in self._parts)}
         server = _merged(old, fresh.server, live)
+        settings = fresh.model_copy(update={"server": server})
         commits = [await part.prepare(server) for part in self._parts]
         outcome = Outcome(refused=[f"server.{key} takes a restart" for key in differing if key not in live])
 
@@ -84,8 +85,8 @@ class Reload:
             for each in commits:
                 await each(outcome)
 
-        await self._control.reload(fresh, outcome, before=commit)
-        self._settings = fresh.model_copy(update={"server": server})
+        await self._control.reload(settings, outcome, before=commit)
+        self._settings = settings
         return outcome
 
 

@@ -20,11 +20,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -40,6 +40,7 @@ from native_service.proto import inference_pb2 as pb
 CAPACITIES = {"adder": 16, "slow": 8, "large": 4, "job": 3}
 LARGE_FLOATS = 512 * 1024
 CALLERS = {"unary": 4, "stream": 2, "checkpoint": 2, "program": 2, "cancel": 2, "deadline": 2, "bad": 2, "upload": 1}
+ROUGH = ("cancel", "deadline", "upload")
 # A call that takes longer hangs; a death may take calls along for so long.
 HUNG_AFTER_S, DISTURBED_S = 60.0, 30.0
 FIRST_PAUSE, SECOND_PAUSE = 0.1, 0.7
@@ -47,8 +48,8 @@ STUB_KILLS, ENVOY_KILL = {"slow": 0.2, "large": 0.5}, 0.35
 # Shorter runs are still warming up at their first pause.
 JUDGES_MEMORY_FROM_S = 300.0
 MOST_GROWTH, GRAIN_BYTES = 0.05, 4 * 2**20
-# Connections between the processes come and go with what they are used for.
-SPARE_DESCRIPTORS = 4
+# Envoy connects to Triton per model and worker, when a call comes; what leaks does so thousands of times.
+SPARE_DESCRIPTORS = 12
 SETTLES_S = 20.0
 FULL, GONE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE
 # What grpc.aio's client says when the end of a call overtakes a message it is sending.
@@ -83,18 +84,26 @@ class Findings:
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     pulses: list[dict[int, Pulse]] = field(default_factory=list)
-    regions: list[tuple[int, int]] = field(default_factory=list)  # how many, and their bytes
+    regions: list[dict[str, int]] = field(default_factory=list)  # the bytes of each
 
     def blame(self, text: str) -> None:
         if len(self.problems) < 50:
             self.problems.append(text)
 
 
+class Connections(NamedTuple):
+    """What one client of the server has open."""
+
+    channel: Any
+    client: AsyncClient
+
+
 class Soak:
     """The callers, the deaths and the pauses."""
 
-    def __init__(self, served: Served, channel: Any, client: AsyncClient, seconds: float, seed: int) -> None:
-        self._served, self._channel, self._client, self._seconds = served, channel, client, seconds
+    def __init__(self, served: Served, patient: Connections, rough: Connections, seconds: float, seed: int) -> None:
+        """``rough`` is for calls that are cut: Envoy closes a connection on which most calls are."""
+        self._served, self._patient, self._rough, self._seconds = served, patient, rough, seconds
         self._random = random.Random(seed)
         self._gate = asyncio.Event()
         self._in_flight = 0
@@ -103,7 +112,7 @@ class Soak:
         self.findings = Findings()
 
     async def run(self) -> None:
-        calls: dict[str, Callable[[], Awaitable[str]]] = {
+        calls: dict[str, Callable[[Connections], Awaitable[str]]] = {
             "unary": self._unary,
             "stream": self._stream,
             "checkpoint": self._checkpoint,
@@ -135,13 +144,14 @@ class Soak:
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
 
-    async def _caller(self, kind: str, call: Callable[[], Awaitable[str]]) -> None:
+    async def _caller(self, kind: str, call: Callable[[Connections], Awaitable[str]]) -> None:
+        on = self._rough if kind in ROUGH else self._patient
         while not self._over:
             await self._gate.wait()
             self._in_flight += 1
             try:
                 async with asyncio.timeout(HUNG_AFTER_S):
-                    outcome = await call()
+                    outcome = await call(on)
             except TimeoutError:
                 outcome = "HUNG"
                 self.findings.blame(f"{kind}: a call hung for {HUNG_AFTER_S:g} s")
@@ -156,17 +166,17 @@ class Soak:
 
     # Calls: each gives how it ended, and raises Wrong for what must not be.
 
-    async def _unary(self) -> str:
+    async def _unary(self, on: Connections) -> str:
         model = self._random.choice(("adder", "slow"))
         request, check = self._request(model)
-        with self._endings() as ended:
-            check(service_pb2.ModelInferResponse.FromString(await self._channel.unary_unary(INFER)(request)))
+        with self._endings(on) as ended:
+            check(service_pb2.ModelInferResponse.FromString(await on.channel.unary_unary(INFER)(request)))
         return ended()
 
-    async def _stream(self) -> str:
+    async def _stream(self, on: Connections) -> str:
         pairs = [self._request("adder") for _ in range(3)]
-        with self._endings() as ended:
-            call = self._channel.stream_stream(STREAM)(iter([request for request, _ in pairs]))
+        with self._endings(on) as ended:
+            call = on.channel.stream_stream(STREAM)(iter([request for request, _ in pairs]))
             answers = [service_pb2.ModelStreamInferResponse.FromString(message) async for message in call]
             if len(answers) != len(pairs):
                 raise Wrong(f"{len(answers)} answers to {len(pairs)} requests of a stream")
@@ -177,17 +187,17 @@ class Soak:
                     raise Wrong(answer.error_message)
         return ended()
 
-    async def _checkpoint(self) -> str:
+    async def _checkpoint(self, on: Connections) -> str:
         values = self._values((self._random.randint(1, 2), LARGE_FLOATS))
-        with self._endings() as ended:
-            outputs = await self._client.infer("large", values)
+        with self._endings(on) as ended:
+            outputs = await on.client.infer("large", values)
             _same(outputs["output"], values + 1)
         return ended()
 
-    async def _program(self) -> str:
+    async def _program(self, on: Connections) -> str:
         data = self._random.randbytes(self._random.randint(1, 100_000))
-        with self._endings() as ended:
-            async with await self._client.run("job", data) as job:
+        with self._endings(on) as ended:
+            async with await on.client.run("job", data) as job:
                 lines = [line async for line in job]
                 outputs = await job.outputs()
             if lines != [f"line {index}" for index in range(20)]:
@@ -196,39 +206,39 @@ class Soak:
                 raise Wrong("a program did not get its input")
         return ended()
 
-    async def _cancelled(self) -> str:
+    async def _cancelled(self, on: Connections) -> str:
         kind = self._random.choice((self._unary, self._checkpoint, self._program))
-        task = asyncio.ensure_future(kind())
+        task = asyncio.ensure_future(kind(on))
         await asyncio.wait((task,), timeout=self._random.uniform(0, 0.2))
         task.cancel()
         with suppress(asyncio.CancelledError):
             return await task
         return "cancelled"
 
-    async def _late(self) -> str:
+    async def _late(self, on: Connections) -> str:
         timeout_s = self._random.uniform(0.001, 0.1)
-        with self._endings(grpc.StatusCode.DEADLINE_EXCEEDED) as ended:
+        with self._endings(on, grpc.StatusCode.DEADLINE_EXCEEDED) as ended:
             if self._random.random() < 0.5:
                 request, check = self._request("slow")
-                call = self._channel.unary_unary(INFER)(request, timeout=timeout_s)
+                call = on.channel.unary_unary(INFER)(request, timeout=timeout_s)
                 check(service_pb2.ModelInferResponse.FromString(await call))
             else:
                 values = self._values((1, LARGE_FLOATS))
-                _same((await self._client.infer("large", values, timeout_s=timeout_s))["output"], values + 1)
+                _same((await on.client.infer("large", values, timeout_s=timeout_s))["output"], values + 1)
         return ended()
 
-    async def _bad(self) -> str:
+    async def _bad(self, on: Connections) -> str:
         refused = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
         request = service_pb2.ModelInferRequest(model_name=self._random.choice(("adder", "slow", "large", "nobody")))
         shape = self._random.choice(([1, 5], [0, 4], [2**62], [-1, 4], [], [1, 4, 4]))
         request.inputs.add(name="input", datatype="FP32", shape=shape)
         request.raw_input_contents.append(self._random.randbytes(self._random.randint(0, 40)))
-        with self._endings(*refused) as ended:
-            await self._channel.unary_unary(INFER)(request.SerializeToString())
+        with self._endings(on, *refused) as ended:
+            await on.channel.unary_unary(INFER)(request.SerializeToString())
             raise Wrong(f"shape {shape} of {request.model_name} was taken")
         return ended()
 
-    async def _given_up(self) -> str:
+    async def _given_up(self, on: Connections) -> str:
         """Half of a large tensor, then nothing more."""
         shape, piece = [1, LARGE_FLOATS], bytes(256 * 1024)
 
@@ -239,8 +249,8 @@ class Soak:
             await asyncio.sleep(self._random.uniform(0, 0.2))
             call.cancel()
 
-        call = self._channel.stream_stream(CHECKPOINT, pb.CheckpointRequest.SerializeToString)(messages())
-        with self._endings(grpc.StatusCode.CANCELLED) as ended, suppress(asyncio.CancelledError):
+        call = on.channel.stream_stream(CHECKPOINT, pb.CheckpointRequest.SerializeToString)(messages())
+        with self._endings(on, grpc.StatusCode.CANCELLED) as ended, suppress(asyncio.CancelledError):
             async for _ in call:
                 raise Wrong("half a tensor was answered")
         return ended()
@@ -267,8 +277,8 @@ class Soak:
         # Whole numbers: right means equal, whatever the order of a sum.
         return np.full(shape, self._random.randint(0, 1000), np.float32) + np.arange(shape[-1], dtype=np.float32) % 8
 
-    def _endings(self, *expected: grpc.StatusCode) -> _Endings:
-        return _Endings(self._is_disturbed, expected)
+    def _endings(self, on: Connections, *expected: grpc.StatusCode) -> _Endings:
+        return _Endings((lambda: True) if on is self._rough else self._is_disturbed, expected)
 
     def _is_disturbed(self) -> bool:
         return time.monotonic() < self._disturbed_until
@@ -381,16 +391,16 @@ def pulses(served: Served) -> dict[int, Pulse]:
     return found
 
 
-def shared_memory(served: Served) -> tuple[int, int]:
-    """Files of shared memory of the server, and the bytes of those and of the regions without a name."""
-    files = list(Path("/dev/shm").glob(f"nereid-*-{served.process.pid}-*"))
-    unnamed = 0
+def shared_memory(served: Served) -> dict[str, int]:
+    """The regions of the server by name, and the bytes of each; those of calls have none any more."""
+    files = Path("/dev/shm").glob(f"nereid-*-{served.process.pid}-*")
+    found = {path.name: path.stat().st_blocks * 512 for path in files}
     for pid in roles(served):
         with suppress(OSError):
             for entry in (Path("/proc") / str(pid) / "fd").iterdir():
-                if "-call-" in str(entry.readlink()):
-                    unnamed += entry.stat().st_size
-    return len(files), sum(path.stat().st_blocks * 512 for path in files) + unnamed
+                if "-call-" in (name := str(entry.readlink())):
+                    found[name] = entry.stat().st_size
+    return found
 
 
 def judge(findings: Findings, *, memory: bool) -> Iterator[str]:
@@ -414,26 +424,34 @@ def judge(findings: Findings, *, memory: bool) -> Iterator[str]:
             yield f"{after.role} grew by {growth / before.held_bytes:.1%}"
         if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:
             yield f"{after.role} has {after.descriptors} descriptors, {before.descriptors} before"
-    for (count, size), when in zip(findings.regions, ("first", "second", "last"), strict=True):
-        print(f"{when + ' pause':<14}{count} regions of shared memory, {size / 2**20:.1f} MiB")
-    (count, size), (count_after, size_after) = findings.regions[0], findings.regions[-1]
-    if count_after > count or (memory and size_after > size * (1 + MOST_GROWTH)):
-        yield f"shared memory grew from {count} regions of {size} bytes to {count_after} of {size_after}"
-
-
-@asynccontextmanager
-async def load(served: Served, seconds: float, seed: int) -> Any:
-    address = served.state["address"]
-    async with grpc.aio.insecure_channel(address) as channel, AsyncClient(address, attempts=1) as client:
-        yield Soak(served, channel, client, seconds, seed)
+    for regions, when in zip(findings.regions, ("first", "second", "last"), strict=True):
+        print(f"{when + ' pause':<14}{len(regions)} regions of shared memory, {sum(regions.values()) / 2**20:.1f} MiB")
+        if left := [name for name in regions if "-call-" in name]:
+            yield f"{len(left)} regions of calls are left at the {when} pause"
+    if len(findings.regions[-1]) > len(findings.regions[0]):
+        yield f"there are {len(findings.regions[-1])} regions of shared memory, {len(findings.regions[0])} before"
+    sizes = {name: size for regions in reversed(findings.regions) for name, size in regions.items()}
+    for name, size in findings.regions[-1].items():
+        if memory and size > sizes[name] * (1 + MOST_GROWTH):
+            yield f"region {name} grew from {sizes[name]} to {size} bytes"
 
 
 async def soak(served: Served, seconds: float, seed: int) -> list[str]:
     """Everything that is over the bars after so many seconds of load."""
-    async with load(served, seconds, seed) as work:
+    async with AsyncExitStack() as opened:
+        patient, rough = [await connect(served, opened) for _ in range(2)]
+        work = Soak(served, patient, rough, seconds, seed)
         await work.run()
     findings = work.findings
     return [*findings.problems, *judge(findings, memory=seconds >= JUDGES_MEMORY_FROM_S)]
+
+
+async def connect(served: Served, opened: AsyncExitStack) -> Connections:
+    address = served.state["address"]
+    # Channels with equal options would share a connection.
+    own = (("grpc.use_local_subchannel_pool", 1),)
+    channel = await opened.enter_async_context(grpc.aio.insecure_channel(address, options=own))
+    return Connections(channel, await opened.enter_async_context(AsyncClient(address, attempts=1)))
 
 
 def serve(folder: Path) -> Served:

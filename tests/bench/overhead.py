@@ -4,7 +4,7 @@ Both models are loaded in one tritonserver and measured in turn, window by windo
 machine falls on both. The client is one asyncio process with a raw gRPC stub, request bytes made once, answers not
 parsed.
 
-usage: python overhead.py [--seconds 2] [--repeats 10]
+usage: python overhead.py [--seconds 0.5] [--repeats 40]
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def import_time() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=2)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
     met = import_time()
     with tempfile.TemporaryDirectory() as folder:

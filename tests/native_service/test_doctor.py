@@ -181,6 +181,16 @@ def test_a_folder_that_everyone_may_write_to_is_a_warning(cache: Path, tmp_path:
     assert one(doctor._folder(subject(cache, file))).level == WARNING
 
 
+def test_keys_that_cannot_be_read_are_a_problem(cache: Path, tmp_path: Path) -> None:
+    assert list(doctor._access(subject(cache, settings_of(tmp_path)))) == []
+    keys = ", auth: {keys: [{name: lab, role: admin, key_file: key}]}"
+    file = settings_of(tmp_path, server=keys)
+    found = one(doctor._access(subject(cache, file)))
+    assert (found.level, "key 'lab' cannot be read" in found.text) == (PROBLEM, True)
+    (tmp_path / "key").write_text("0123456789abcdef")
+    assert one(doctor._access(subject(cache, file))).level == OK
+
+
 def test_what_a_dead_run_left_is_told_and_a_living_one_is_left_alone(cache: Path) -> None:
     living, dead = RunDirectory.open(cache), RunDirectory.open(cache)
     regions = [Path("/dev/shm", f"{run.shared_memory_prefix}test") for run in (living, dead)]

@@ -33,6 +33,7 @@ class FakeControl:
             raise BundleError("model 'a': no weights\nmodel 'b': no manifest")
         await before()
         self.models = tuple(model.name for model in fresh.models)
+        self.folder = fresh.server.folder
         outcome.applied.append("models")
 
 
@@ -89,6 +90,15 @@ def test_what_can_change_does_and_each_other_key_takes_a_restart(file: File) -> 
     assert not outcome.is_complete
     assert file.chunks.most == 5
     assert file.run() == Outcome(["models"], [], refused)  # what was refused still differs
+
+
+def test_models_are_not_looked_for_in_a_folder_that_takes_a_restart(file: File, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    file.write()
+    path = tmp_path / "nereid.yaml"
+    path.write_text(path.read_text().replace("ml_backends_path: .", "ml_backends_path: elsewhere"))
+    assert file.run().refused == ["server.ml_backends_path takes a restart"]
+    assert file.control.folder == tmp_path
 
 
 def test_a_file_with_a_mistake_changes_nothing_and_says_why(file: File) -> None:

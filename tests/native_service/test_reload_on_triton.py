@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -106,6 +107,15 @@ def test_status_tells_addresses_versions_processes_and_failures(tmp_path: Path) 
         assert model["memory_bytes"] > 10 << 20
         assert set(model["processes"]) <= served.descendants()
         assert status["failures"] == []
+        (process,) = model["processes"]
+        os.kill(process, signal.SIGKILL)
+        serving.until(lambda: asked("models", served)[0]["restarts"] == 1 and serving.amount() == 1)
+        (again,) = asked("models", served)
+        assert (again["state"], process in again["processes"]) == ("ready", False)
+        assert again["loaded_at"] > model["loaded_at"]
+        status = asked("status", served)
+        assert status["restarts"] == {"tritonserver": 0, "envoy": 0, "models": 1}
+        assert "its process has died" in status["failures"][-1]["text"]
         (tmp_path / "nereid.yaml").write_text("models: 1")
         nereid("reload", str(served.process.pid))
         assert asked("status", served)["failures"][-1]["text"] == "nothing has changed"

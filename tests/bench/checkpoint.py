@@ -1,0 +1,135 @@
+"""A 64 MiB Checkpoint round trip against a bare grpc.aio echo of the same chunks, in turn.
+
+Both servers are processes of their own, the client is one asyncio process with a raw stub: messages made once, answers
+not parsed. The echo keeps what it gets and sends it back when the client has closed its side, as no model could answer
+sooner; nothing lies between it and the client. The Checkpoint passes Envoy, our service and Triton, whose model copies
+its input. Processor time, of all processes together, says what a machine with other work on it does to the times.
+
+usage: python checkpoint.py [--repeats 8] [--chunk-kib 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from front import MODELS, UNLIMITED, write_identity
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from serving import Served
+
+from native_service.proto import inference_pb2 as pb
+
+MODEL = "mib64"
+TENSOR_BYTES = 4 * MODELS[MODEL]
+CHECKPOINT = "/inference.Nereid/Checkpoint"
+THROUGHPUT_AT_LEAST = 0.8
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def echo(ready: Any) -> None:
+    """A server whose only call gives back the messages of its stream; runs until killed."""
+
+    async def serve() -> None:
+        async def answer(requests: Any, context: Any) -> None:
+            for message in [message async for message in requests]:
+                await context.write(message)
+
+        server = grpc.aio.server(options=UNLIMITED)
+        handlers = {"Checkpoint": grpc.stream_stream_rpc_method_handler(answer)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.Nereid", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ready.put(f"127.0.0.1:{port}")
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+def messages(chunk_bytes: int) -> list[bytes]:
+    shape, piece = [1, MODELS[MODEL]], bytes(chunk_bytes)
+    sent = [pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name=MODEL))]
+    sent += [pb.CheckpointRequest(chunk=pb.TensorChunk(shape=shape, data=piece))] * (TENSOR_BYTES // chunk_bytes)
+    return [message.SerializeToString() for message in sent]
+
+
+async def round_trip(channel: Any, sent: Sequence[bytes]) -> float:
+    """Seconds of one call; what comes back is counted and forgotten."""
+    started, received = time.perf_counter(), 0
+    async for message in channel.stream_stream(CHECKPOINT)(iter(sent)):
+        received += len(message)
+    if received < TENSOR_BYTES:
+        raise SystemExit(f"{received} bytes came back, expected {TENSOR_BYTES}")
+    return time.perf_counter() - started
+
+
+def processor_s(pids: set[int]) -> float:
+    """User and system time of the processes so far."""
+    fields = [(Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / _TICKS_PER_S
+
+
+async def measure(addresses: dict[str, tuple[str, set[int]]], sent: Sequence[bytes], repeats: int) -> bool:
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in addresses}
+    channels = {way: grpc.aio.insecure_channel(address, options=UNLIMITED) for way, (address, _) in addresses.items()}
+    for way in addresses:
+        await round_trip(channels[way], sent)
+    for repeat in range(repeats):
+        for way in addresses if repeat % 2 == 0 else reversed(addresses):
+            pids = {os.getpid(), *addresses[way][1]}
+            before = processor_s(pids)
+            wall = await round_trip(channels[way], sent)
+            times[way].append((wall, processor_s(pids) - before))
+    for channel in channels.values():
+        await channel.close()
+    wall, processor = (
+        {way: statistics.median(each[index] for each in times[way]) for way in times} for index in (0, 1)
+    )
+    for way in times:
+        rate = 2 * TENSOR_BYTES / wall[way] / 2**20
+        print(f"{way:<12}{wall[way] * 1e3:8.0f} ms {rate:8.0f} MiB/s {processor[way] * 1e3:8.0f} ms of processors")
+    ratio = statistics.median(e[0] / c[0] for e, c in zip(times["echo"], times["Checkpoint"], strict=True))
+    good = ratio >= THROUGHPUT_AT_LEAST
+    print(f"throughput against the echo {ratio:.2f}   bar {THROUGHPUT_AT_LEAST}   {'ok' if good else 'MISSED'}")
+    return good
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--chunk-kib", type=int, default=64)
+    options = parser.parse_args(arguments)
+    context = multiprocessing.get_context("spawn")
+    ready = context.Queue()
+    echoing = context.Process(target=echo, args=(ready,), daemon=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_identity(folder / "models" / MODEL, MODELS[MODEL])
+        served = Served(folder, str(folder / "models"), "--bind", "127.0.0.1:0")
+        echoing.start()
+        try:
+            state = json.loads(served.state_file.read_text())
+            addresses = {
+                "echo": (ready.get(), {int(echoing.pid or 0)}),
+                "Checkpoint": (state["address"], {state["pid"], *served.descendants()}),
+            }
+            passed = asyncio.run(measure(addresses, messages(options.chunk_kib * 1024), options.repeats))
+        finally:
+            echoing.kill()
+            served.end()
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
