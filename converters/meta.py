@@ -13,6 +13,7 @@ from pathlib import Path
 from converters import repository
 from converters.manifest import CONCURRENCY, MANIFEST_FILE, Manifest, ManifestTensor
 from converters.prepared import Prepared, Source
+from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import BundleError, ManifestError, UserCodeError
 from nereid_backend.spec import SPEC_FILE, ModelSpec, TensorSpec
 from nereid_backend.user_code import USER_CODE
@@ -95,4 +96,7 @@ def _contract(callee: str, name: str, callees: Mapping[str, ModelSpec]) -> Model
         )
     if callees[callee].calls is not None:
         raise BundleError(f"the meta model calls {callee!r}, which is a meta model too; call what that one calls")
-    return callees[callee].contract
+    contract = callees[callee].contract
+    if texts := [tensor.name for tensor in (*contract.inputs, *contract.outputs) if tensor.element is BYTES]:
+        raise BundleError(f"the meta model calls {callee!r}, whose {texts} are texts (BYTES), which cannot be passed")
+    return contract

@@ -36,6 +36,7 @@ _FLOAT_KINDS = ((0, 0), (0, 1), (1, 0.5), (-1, 0.5), (0, 100), (100, 10), (-100,
 """Mean and spread of each made-up row; the first is what padding looks like."""
 
 KINDS = len(_FLOAT_KINDS)
+_TEXTS = [b"a", b"1", b"0.5", b"two words", "\u00e4".encode()]
 
 Row = list[Array]
 
@@ -48,7 +49,9 @@ def made_up(inputs: Sequence[TensorSpec], variable: int, rng: np.random.Generato
         shape = [variable if n == VARIABLE else n for n in tensor.at_batch(1)]
         dtype = tensor.element.numpy
         count = min(math.prod(shape), _PATTERN)
-        if dtype.kind in "biu":
+        if dtype.kind == "O":
+            values = rng.choice(_TEXTS, count).astype(object) if kind else np.full(count, b"", object)
+        elif dtype.kind in "biu":
             values = rng.integers(0, 2, count) if kind else np.zeros(count)
         else:
             values = rng.normal(mean, spread, count)
@@ -88,7 +91,7 @@ def dependence(engine: Engine, spec: ModelSpec, size: int, outputs: Sequence[Ten
                     return "a row gives another result beside other rows than alone"
     except (EngineError, InvalidArgument, ValueError, IndexError) as error:
         return f"several rows at once fail ({error})"
-    if not all(np.isfinite(array.astype(np.float64)).all() for array in expected(1)):
+    if not all(np.isfinite(a.astype(np.float64)).all() for a in expected(1) if a.dtype.kind != "O"):
         return "the results on made-up input are not finite, so nothing can be compared"
     return None
 
@@ -122,7 +125,7 @@ def _agree(left: Sequence[Array], right: Sequence[Array], tolerance: float) -> b
     for whole_a, whole_b in zip(left, right, strict=True):
         step = -(-whole_a.size // _COMPARED) or 1
         a, b = whole_a.reshape(-1)[::step], whole_b.reshape(-1)[::step]
-        if a.dtype.kind in "biu":
+        if a.dtype.kind in "biuO":
             if tolerance == _SAME_SIZE and not np.array_equal(a, b):
                 return False
             continue

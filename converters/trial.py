@@ -126,7 +126,7 @@ def _complete(output: OpenOutput, alone: Array, varied: Array, batched: bool) ->
     if output.dtype is not None and dtype.token != output.dtype:
         raise BundleError(
             f"output {output.name!r} is {dtype.kserve} in a trial run, the contract says "
-            f"{dtypes.by_token(output.dtype).kserve}; correct data_type"
+            f"{dtypes.element(output.dtype).kserve}; correct data_type"
         )
     if dtype.kserve is None:
         raise BundleError(

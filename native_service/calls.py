@@ -16,7 +16,7 @@ from prometheus_client import Histogram
 
 from native_service.failures import SURFACES, Failure, tell
 from native_service.triton_errors import status_of
-from nereid_backend.errors import NereidError, Unplanned
+from nereid_backend.errors import Cancelled, NereidError, Unplanned
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 _BYTES = tuple(float(4**power) for power in range(5, 16))  # 1 KiB to 1 GiB
@@ -95,6 +95,9 @@ class Calls:
                 self._measure(call, seconds)
             tell(Failure(call.model, surface, code, text, call.request_id, seconds))
             raise
+        except grpc.aio.InternalError:
+            # The library's word for a client that went while it was being written to.
+            raise Cancelled("the client has gone") from None
         except Exception as error:
             what = f"{type(error).__name__}, which nobody planned for"
             tell(Failure(call.model, surface, "INTERNAL", what, call.request_id, _seconds_since(call.begun_ns)), error)

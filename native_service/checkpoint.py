@@ -16,6 +16,7 @@ from native_service.infer_messages import Tensor, write_request
 from native_service.proto import inference_pb2
 from native_service.regions import SHARED_FROM_BYTES, Region, Regions
 from native_service.settings import Limits
+from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import InvalidArgument, NotFound, OverLimit, ResourceExhausted, short_repr
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
@@ -33,7 +34,7 @@ class Budget:
         """Raises ResourceExhausted, and then takes nothing."""
         if self.used_bytes + count > self.total_bytes:
             raise ResourceExhausted(
-                f"this server holds at most {self.total_bytes} bytes of Checkpoint tensors, retry later"
+                f"this server holds at most {self.total_bytes} bytes of tensors at once, retry later"
                 " (server.limits.max_buffered_bytes)"
             )
         self.used_bytes += count
@@ -100,6 +101,7 @@ class CheckpointReader:
         kind = message.WhichOneof("payload")
         if self.model is None:
             self.model = self._begin(kind, message)
+            _check_numbers(self.model)
             return
         if kind is None:
             raise InvalidArgument("Checkpoint message has no payload; send a chunk")
@@ -304,6 +306,12 @@ def largest_output_bytes(model: ModelSpec, tensor: TensorSpec, rows: int) -> int
     """What output ``tensor`` takes for so many rows at most; None when only the model knows."""
     dims = model.dims(tensor)
     return None if VARIABLE in dims else rows * math.prod(dims) * tensor.element.size_bytes
+
+
+def _check_numbers(model: ModelSpec) -> None:
+    """Raises InvalidArgument for a model of texts: Checkpoint tells lengths by shapes."""
+    if any(tensor.element is BYTES for tensor in (*model.client_inputs, *model.client_outputs)):
+        raise InvalidArgument(f"model {model.name!r} has tensors of texts (BYTES); call ModelInfer (KServe v2)")
 
 
 def output_chunks(tensor: Tensor) -> Iterator[inference_pb2.TensorChunk]:

@@ -160,7 +160,7 @@ def _ports(subject: Subject) -> Iterator[Finding]:
     if subject.settings is None:
         addresses: dict[str, Address | None] = {"bind_addr": settings_file.parse_address(settings_file.DEFAULT_BIND)}
     else:
-        addresses = {"bind_addr": subject.settings.server.bind, "http_addr": subject.settings.server.http}
+        addresses = dict(subject.settings.server.addresses)
     ours = {server.name: server for server in running_servers.find_all()}
     for key, address in addresses.items():
         if address is None:

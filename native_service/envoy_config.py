@@ -12,7 +12,7 @@ watches; the rest is fixed for its life. All of it is JSON, because Envoy's YAML
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from native_service import envoy_access, envoy_limits, envoy_scripts
 from native_service.envoy_access import Access
 from native_service.envoy_scripts import (
     CLUSTER_HEADER,
+    CODING_HEADER,
     INTERNAL,
     KSERVE,
     METADATA,
@@ -29,6 +30,7 @@ from native_service.envoy_scripts import (
     UNAVAILABLE,
 )
 from native_service.settings import Address, Limits
+from nereid_backend.dtypes import BYTES
 from nereid_backend.spec import ModelSpec
 
 Json = dict[str, Any]
@@ -36,9 +38,11 @@ Json = dict[str, Any]
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET, HTTP_SOCKET = "admin.sock", "inner.sock", "service.sock", "http.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
-HTTP_ROUTES_FILE = "http-routes.json"
+HTTP_INFER_SOCKET = "http-infer.sock"
+HTTP_ROUTES_FILE, HTTP_INFER_ROUTES_FILE = "http-routes.json", "http-infer-routes.json"
 
 QUEUE_FULL = "model queue full, retry later"
+GONE = "the server behind this address does not answer, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
@@ -56,7 +60,7 @@ FAILURE_FIELDS = {
     "ms": "%DURATION%",
 }
 
-_ROUTES, _HTTP_ROUTES = "public", "http"
+_ROUTES, _HTTP, _HTTP_INFER = "public", "http", "http_infer"
 _UNIX = "unix:"
 SERVICE = "service"
 _MOST_SERVICE_CALLS = 10_000
@@ -103,6 +107,8 @@ class EnvoySettings:
     access: Access = envoy_access.OPEN
     http: Address | None = None
     """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
+    http_infer: Address | None = None
+    """Where KServe v2 over HTTP is; what answers is on ``HTTP_INFER_SOCKET``."""
 
 
 def model_cluster(name: str) -> str:
@@ -118,7 +124,8 @@ def model_of_cluster(cluster: str) -> str | None:
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": _ROUTES, "config_source": _watched(ROUTES_FILE)}}
-    http = {"rds": {"route_config_name": _HTTP_ROUTES, "config_source": _watched(HTTP_ROUTES_FILE)}}
+    files = {_HTTP: HTTP_ROUTES_FILE, _HTTP_INFER: HTTP_INFER_ROUTES_FILE}
+    http = {name: {"rds": {"route_config_name": name, "config_source": _watched(file)}} for name, file in files.items()}
     return {
         **_base(settings),
         "static_resources": {"listeners": _listeners(settings, routes, http)},
@@ -129,7 +136,8 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    listeners = _listeners(settings, routes, {"route_config": _http_routes(settings)})
+    http = {name: {"route_config": _http_routes(settings, name)} for name in (_HTTP, _HTTP_INFER)}
+    listeners = _listeners(settings, routes, http)
     return {**_base(settings), "static_resources": {"listeners": listeners, "clusters": clusters(settings, models)}}
 
 
@@ -143,9 +151,15 @@ def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     return {"resources": [{"@type": kind, **route_configuration(settings, models)}]}
 
 
-def http_routes_file(settings: EnvoySettings) -> Json:
+def http_routes_files(settings: EnvoySettings) -> dict[str, Json]:
+    """By file, of the HTTP addresses that are open."""
     kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
-    return {"resources": [{"@type": kind, **_http_routes(settings)}]}
+    names = {HTTP_ROUTES_FILE: (_HTTP, settings.http), HTTP_INFER_ROUTES_FILE: (_HTTP_INFER, settings.http_infer)}
+    return {
+        file: {"resources": [{"@type": kind, **_http_routes(settings, name)}]}
+        for file, (name, address) in names.items()
+        if address is not None
+    }
 
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
@@ -156,7 +170,8 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
         _cluster(settings, SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
         *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
-        *([_http_cluster()] if settings.http else []),
+        *([_http_cluster(_HTTP, HTTP_SOCKET)] if settings.http else []),
+        *([_http_cluster(_HTTP_INFER, HTTP_INFER_SOCKET)] if settings.http_infer else []),
     ]
 
 
@@ -169,11 +184,13 @@ def _endpoint(address: str) -> Json:
 
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
-    # models that are away.
-    native = [(model.spec, model.time_limit_s) for model in models if model.spec.script is None and not model.away]
+    # models that are away, and texts that would fail a whole batch.
+    native = [(model.spec, model.time_limit_s) for model in models if _is_native(model)]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
-    service = {"route": {"cluster": SERVICE, "timeout": "0s"}}
+    # The header, where there is one: gRPC's library keeps its own from us, and answers are to travel in kind.
+    coding = _header(CODING_HEADER, "%REQ(grpc-encoding)%")
+    service = {"route": {"cluster": SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}
     scripted = _script(on_request + envoy_scripts.on_answer_of_service(_over_limit(settings)))
     host: Json = {
         "name": _ROUTES,
@@ -186,6 +203,11 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
         ],
     }
     return {"name": _ROUTES, "virtual_hosts": [host]}
+
+
+def _is_native(model: Admitted) -> bool:
+    texts = any(tensor.element is BYTES for tensor in model.spec.client_inputs)
+    return model.spec.script is None and not model.away and not texts
 
 
 def _script(source: str) -> Json:
@@ -235,20 +257,25 @@ def _public(settings: EnvoySettings, routes: Json) -> Json:
     return {**listener, "enable_reuse_port": False}
 
 
-def _listeners(settings: EnvoySettings, routes: Json, http_routes: Json) -> list[Json]:
-    http = [_http(settings, settings.http, http_routes)] if settings.http else []
-    return [_public(settings, routes), _inner(settings), *http]
+def _listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, Json]) -> list[Json]:
+    health = [_http(settings, settings.http, http_routes[_HTTP])] if settings.http else []
+    inference = (
+        [_http_inference(settings, settings.http_infer, http_routes[_HTTP_INFER])] if settings.http_infer else []
+    )
+    return [_public(settings, routes), _inner(settings), *health, *inference]
 
 
-def _http_routes(settings: EnvoySettings) -> Json:
+def _http_routes(settings: EnvoySettings, name: str) -> Json:
+    """Of the listener ``name``, to the cluster of that name."""
+    answer_s = _HTTP_ANSWER_S if name == _HTTP else 0  # a model may take any time
     host = {
-        "name": _HTTP_ROUTES,
+        "name": name,
         "domains": ["*"],
         "typed_per_filter_config": envoy_access.per_route(settings.access.credentials),
-        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "http", "timeout": f"{_HTTP_ANSWER_S}s"}}],
+        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": f"{answer_s}s"}}],
     }
     # Clusters come from a file that is read later.
-    return {"name": _HTTP_ROUTES, "virtual_hosts": [host], "validate_clusters": False}
+    return {"name": name, "virtual_hosts": [host], "validate_clusters": False}
 
 
 def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
@@ -258,45 +285,68 @@ def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
         "stat_prefix": "http",
         "max_connections": _MOST_HTTP_CONNECTIONS,
     }
+    filters = [{"name": "envoy.filters.network.connection_limit", "typed_config": limit}]
+    times = {"request_timeout": f"{envoy_limits.HEADERS_S}s", "stream_idle_timeout": f"{_HTTP_ANSWER_S}s"}
+    # Probes have no certificates; what is not for everybody asks for a key.
+    listener = _http_listener(settings, _HTTP, bind, filters, {**times, **routes}, ask_clients=False)
+    # Callers of models must not keep probes out.
+    return {**listener, "ignore_global_conn_limit": True}
+
+
+def _http_inference(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
+    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
+    refusals = {
+        "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
+        "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
+    }
+    more = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
+    return _http_listener(settings, _HTTP_INFER, bind, [], {**more, **routes}, ask_clients=True)
+
+
+def _http_listener(
+    settings: EnvoySettings, name: str, bind: Address, before: Sequence[Json], more: Json, *, ask_clients: bool
+) -> Json:
+    """HTTP/1.1; ``before`` are filters of connections, ``more`` what its connection manager has beside the usual."""
     manager = {
         "@type": _HCM,
-        "stat_prefix": "http",
+        "stat_prefix": name,
         "codec_type": "HTTP1",
         "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
         "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
-        "request_timeout": f"{envoy_limits.HEADERS_S}s",
-        "stream_idle_timeout": f"{_HTTP_ANSWER_S}s",
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
-        **routes,
+        **more,
     }
-    chain: Json = {
-        "filters": [
-            {"name": "envoy.filters.network.connection_limit", "typed_config": limit},
-            {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager},
-        ]
-    }
+    connections = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+    chain: Json = {"filters": [*before, connections]}
     if (tls := settings.access.tls) is not None:
-        # Probes have no certificates; what is not for everybody asks for a key.
-        chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=False)
+        chain["transport_socket"] = envoy_access.transport_socket(tls, "http/1.1", ask_clients=ask_clients)
         chain["transport_socket_connect_timeout"] = f"{envoy_limits.HEADERS_S}s"
     return {
-        "name": "http",
+        "name": name,
         "address": {"socket_address": {"address": bind.host, "port_value": bind.port}},
         "enable_reuse_port": False,
-        # Callers of models must not keep probes out.
-        "ignore_global_conn_limit": True,
         "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
         "filter_chains": [chain],
     }
 
 
-def _http_cluster() -> Json:
-    endpoint = {"endpoint": {"address": {"pipe": {"path": HTTP_SOCKET}}}}
+def _http_cluster(name: str, socket: str) -> Json:
+    endpoint = {"endpoint": {"address": {"pipe": {"path": socket}}}}
+    kind = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    options = {
+        "@type": _TYPE + kind,
+        "explicit_http_config": {"http_protocol_options": {}},
+        # aiohttp ends connections that nobody uses after 75 s; one that it has just ended must not be used again.
+        "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
+    }
     return {
-        "name": "http",
+        "name": name,
         "type": "STATIC",
         "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
-        "load_assignment": {"cluster_name": "http", "endpoints": [{"lb_endpoints": [endpoint]}]},
+        "per_connection_buffer_limit_bytes": _HTTP_BUFFER_BYTES,
+        "circuit_breakers": {"thresholds": [dict.fromkeys(("max_requests", "max_connections"), _MOST_SERVICE_CALLS)]},
+        "typed_extension_protocol_options": {kind: options},
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
     }
 
 
@@ -380,7 +430,6 @@ def _refusals(settings: EnvoySettings) -> list[Json]:
     UO: no permit left. UF, UC, UH: Triton or our service is not there.
     """
     exhausted = _header("grpc-status", RESOURCE_EXHAUSTED)
-    gone = "the server behind this address does not answer, retry later"
     # The script waits for the whole message, and this one does not fit into the buffer.
     status = {"op": "EQ", "value": {"default_value": _CONTENT_TOO_LARGE, "runtime_key": "unused"}}
     too_large = {"status_code_filter": {"comparison": status}}
@@ -388,7 +437,7 @@ def _refusals(settings: EnvoySettings) -> list[Json]:
     return [
         _refusal(_flags("UO"), QUEUE_FULL, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
         _refusal(overloaded, envoy_limits.OVERLOADED, [exhausted, _header("retry-after", RETRY_AFTER_S)]),
-        _refusal(_flags("UF", "UC", "UH"), gone, [_header("grpc-status", UNAVAILABLE)]),
+        _refusal(_flags("UF", "UC", "UH"), GONE, [_header("grpc-status", UNAVAILABLE)]),
         _refusal(too_large, _over_limit(settings), [exhausted]),
     ]
 
@@ -428,7 +477,7 @@ def _failure_line() -> Json:
     return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
 
 
-def _header(name: str, value: int) -> Json:
+def _header(name: str, value: int | str) -> Json:
     return {"header": {"key": name, "value": str(value)}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
 

@@ -42,11 +42,12 @@ _FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
 _RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
-_PUBLIC_CALLS = r"^http\.public\.downstream_(cx|rq)_active$"
+_PUBLIC_CALLS = r"^http\.(public|http_infer)\.downstream_(cx|rq)_active$"
 _READS = {
     envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
     envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
     envoy_config.HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
+    envoy_config.HTTP_INFER_ROUTES_FILE: r"^http\.http_infer\.rds\.http_infer\.update_(success|rejected)$",
 }
 
 
@@ -65,9 +66,10 @@ class EnvoyServer:
         environment: Mapping[str, str],
         access: Access = envoy_access.OPEN,
         http: Address | None = None,
+        http_infer: Address | None = None,
     ) -> None:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
-        self._access, self._http = access, http
+        self._access, self._http, self._http_infer = access, http, http_infer
         self._program, self._folder, self._short_folder = program, folder, short_folder
         self._bind, self._max_message_bytes, self._max_buffered_bytes = bind, max_message_bytes, max_buffered_bytes
         self._environment = {**os.environ, **environment}
@@ -100,6 +102,11 @@ class EnvoyServer:
         """Where health and metrics are, with the real port."""
         return None if self._settings is None else self._settings.http
 
+    @property
+    def http_infer(self) -> Address | None:
+        """Where KServe v2 over HTTP is, with the real port."""
+        return None if self._settings is None else self._settings.http_infer
+
     async def start(self, triton: str, models: Sequence[Admitted]) -> Address:
         """Open the public address in front of Triton's gRPC at ``triton``; the address with its real port.
 
@@ -111,13 +118,13 @@ class EnvoyServer:
         await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
-            settings = EnvoySettings(
-                bind, triton, self._max_message_bytes, self._max_buffered_bytes, self._access, http
-            )
+            http_infer = self._http_infer and _with_port(self._http_infer)
+            limits = (self._max_message_bytes, self._max_buffered_bytes)
+            settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer)
             await self._validate(settings, models)
             self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
-            self._write(envoy_config.HTTP_ROUTES_FILE, envoy_config.http_routes_file(settings))
+            self._write_http_routes(settings)
             (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
             try:
                 await self._launch()
@@ -127,8 +134,9 @@ class EnvoyServer:
                     raise
                 # Between our look at a free port and Envoy's bind another program may take it.
                 if self._bind.port or not tries_left:
-                    complaint = self._complaints[-1] if self._http else ""
-                    key, taken = ("http_addr", http) if f"'{http}'" in complaint else ("bind_addr", bind)
+                    others = {"http_addr": http, "http_infer_addr": http_infer}
+                    keys = [key for key, address in others.items() if f"'{address}'" in self._complaints[-1]]
+                    key, taken = (keys[0], others[keys[0]]) if keys else ("bind_addr", bind)
                     raise SettingsError(f"server.{key} {taken} cannot be bound (Address already in use)") from None
                 continue
             self._settings, self._models = settings, list(models)
@@ -179,14 +187,18 @@ class EnvoyServer:
                 await self._replace_routes(settings)
             except EnvoyUnavailable:
                 self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
-                self._write(envoy_config.HTTP_ROUTES_FILE, envoy_config.http_routes_file(self._settings))
+                self._write_http_routes(self._settings)
                 raise
             self._settings, self._access = settings, access
 
     async def _replace_routes(self, settings: EnvoySettings) -> None:
         await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, self._models))
-        if settings.http is not None:
-            await self._replace(envoy_config.HTTP_ROUTES_FILE, envoy_config.http_routes_file(settings))
+        for file, content in envoy_config.http_routes_files(settings).items():
+            await self._replace(file, content)
+
+    def _write_http_routes(self, settings: EnvoySettings) -> None:
+        for file, content in envoy_config.http_routes_files(settings).items():
+            self._write(file, content)
 
     async def _switch(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
         staying = {model.spec.name for model in models}
@@ -230,7 +242,7 @@ class EnvoyServer:
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:
             active = await self.admin.counters(_PUBLIC_CALLS)
-            if not active.get("http.public.downstream_rq_active"):
+            if not any(count for name, count in active.items() if name.endswith("rq_active")):
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
         _LOG.warning("calls that did not end within %g s are cut", grace_s)
@@ -281,7 +293,7 @@ class EnvoyServer:
             *("--file-flush-interval-msec", str(_FLUSH_MS)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
         ]
-        self._child = await processes.start(command, self._environment, folder=self._folder)
+        self._child = await processes.start(command, self._environment, folder=self._folder, new_session=False)
         self._readers = [asyncio.create_task(self._read(s)) for s in (self._child.stdout, self._child.stderr)]
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from nereid_backend.spec import ModelSpec
 
+REGION = "shared_memory_region"
+"""The parameter of a tensor that lies in shared memory."""
+CODING_HEADER = "nereid-coding"
 CLUSTER_HEADER = "nereid-cluster"
 KSERVE = "inference.GRPCInferenceService"
 TRITON, MODEL_PREFIX = "triton", "model_"
@@ -48,7 +51,8 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
         f"local streams = {{{streams}}}\n"
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
-        f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n' + _ON_REQUEST
+        f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n'
+        f'local region = "{REGION}"\n' + _ON_REQUEST
     )
 
 
@@ -117,6 +121,11 @@ local function text(from, to)
   return to > from and buffer:getBytes(from, to - from) or ""
 end
 
+-- Whether a tensor lies in shared memory: our service checks where.
+local function is_in_region(from, to)
+  return to > from and buffer:getBytes(from, to - from):find(region, 1, true) ~= nil
+end
+
 -- Of the shape of an input so far: the number of dimensions, the product of the sizes but those of 0, whether one is 0.
 local dimensions, elements, is_empty
 
@@ -141,7 +150,7 @@ local function read_input(at, stop)
       if key == 42 then -- contents
         if is_too_much(0) then return false end
       elseif key == 10 or key == 18 or key == 26 or key == 34 then -- name, datatype, shape, parameters
-        if is_too_much(at - from) then return false end
+        if is_too_much(at - from) or (key == 34 and is_in_region(from, at)) then return false end
         while key == 26 and from < at do
           from = add_size(from)
           if from == nil or from > at then return false end
@@ -173,7 +182,7 @@ local function read_request(length, is_infer)
     elseif key == 26 or key == 34 or key == 50 then -- id, parameters, outputs
       -- Triton repeats them in its errors. An error of more than 64 KiB breaks the connection with all calls on it, and
       -- calls that are cut off at once can crash Triton 2.51.
-      if is_too_much(at - from) then return nil end
+      if is_too_much(at - from) or (key == 50 and is_in_region(from, at)) then return nil end
       if key == 26 and at - from <= longest_id then id = text(from, at) end
     elseif key ~= 58 or is_too_much(0) then -- raw contents
       return nil

@@ -40,7 +40,10 @@ class Failure(NamedTuple):
 
 def tell(failure: Failure, error: BaseException | None = None) -> None:
     """Write it, with the traceback of ``error``: an error where it may be the server's fault, else a warning."""
-    model, duration_ms = short_repr(failure.model), round(failure.seconds * 1000, 1)
+    model, duration_ms = (
+        f" of model {short_repr(failure.model)}" if failure.model else "",
+        round(failure.seconds * 1000, 1),
+    )
     text = failure.text if len(failure.text) <= _LONGEST_TEXT else failure.text[: _LONGEST_TEXT - 3] + "..."
     fields = {
         "model": failure.model[:_LONGEST_TEXT],
@@ -51,7 +54,7 @@ def tell(failure: Failure, error: BaseException | None = None) -> None:
     }
     _LOG.log(
         logging.ERROR if failure.code in _ERRORS else logging.WARNING,
-        "%s on %s of model %s, request %s, after %s ms: %s",
+        "%s on %s%s, request %s, after %s ms: %s",
         failure.code,
         failure.surface,
         model,

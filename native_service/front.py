@@ -12,17 +12,19 @@ import grpc
 from native_service import certificates
 from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_config import INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.envoy_config import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
 from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
+from native_service.kserve_http import HttpInference
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.regions import Regions
 from native_service.run_directory import RunDirectory
 from native_service.script_calls import ScriptCalls
 from native_service.settings import Address, Limits, ServerSettings
+from native_service.shared_memory import SharedMemory
 from native_service.triton_process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec
@@ -52,6 +54,7 @@ class Front:
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._native: NereidService | None = None
+        self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
         self._refusals = Refusals()
@@ -83,7 +86,8 @@ class Front:
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
-        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts)
+        memory = SharedMemory(self._triton.channel, self._triton.key) if server.allow_shared_memory else None
+        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, memory)
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
@@ -96,6 +100,10 @@ class Front:
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
+        if server.http_infer is not None:
+            self._http_inference = http = HttpInference(kserve, limits, native.budget)
+            self._ending.push_async_callback(http.stop)
+            await http.start(f"{self._run.short_path}/{HTTP_INFER_SOCKET}")
         self._envoy = EnvoyServer(
             self._program,
             self._run.path,
@@ -106,6 +114,7 @@ class Front:
             environment=self._run.environment,
             access=self._access,
             http=server.http,
+            http_infer=server.http_infer,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         await service.set_serving(True)
@@ -155,6 +164,11 @@ class Front:
     def http(self) -> Address | None:
         """Where health and metrics are, with the real port; None when they are off."""
         return None if self._envoy is None else self._envoy.http
+
+    @property
+    def http_infer(self) -> Address | None:
+        """Where KServe v2 over HTTP is, with the real port; None when it is off."""
+        return None if self._envoy is None else self._envoy.http_infer
 
     @property
     def envoy_pid(self) -> int | None:
@@ -212,6 +226,8 @@ class Front:
         """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""
         if self._native is not None:
             self._native.set_limits(limits)
+        if self._http_inference is not None:
+            self._http_inference.set_limits(limits)
 
     async def wait(self) -> str:
         """Wait until the address is gone for good; the reason as a sentence."""

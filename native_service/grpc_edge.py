@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from native_service.calls import Calls
 from native_service.envoy_config import RETRY_AFTER_S, model_cluster
-from native_service.envoy_scripts import CLUSTER_HEADER
+from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE
 from native_service.half_sent import HalfSent
 from native_service.metrics import Refusals
 from native_service.triton_errors import status_of
@@ -29,6 +29,7 @@ from nereid_backend.errors import (
 _LOG = logging.getLogger("nereid.service")
 
 _RETRY_AFTER = "retry-after"
+_CODINGS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
 # A status travels in HTTP/2 headers, whose size every client limits; requests may hold names of any length.
 _LONGEST_TEXT = 500
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
@@ -101,13 +102,9 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
     """Ends the call of ``context`` with the code and words of what is raised inside."""
     try:
         yield
-    except NereidError as error:
-        # Who may come back is told when: it is what tells a full server from a request that is too large.
-        hint = ((_RETRY_AFTER, str(RETRY_AFTER_S)),) if isinstance(error, ResourceExhausted) else ()
-        await context.abort(grpc.StatusCode[error.code], shown(error), hint)
-    except grpc.aio.AioRpcError as error:
-        hints = tuple(pair for pair in _metadata_of(error) if pair[0] == _RETRY_AFTER)
-        code, text = status_of(error)
+    except (NereidError, grpc.aio.AioRpcError) as error:
+        code, text, retry_after = told(error)
+        hints = () if retry_after is None else ((_RETRY_AFTER, retry_after),)
         await context.abort(grpc.StatusCode[code], text, hints)
     except grpc.aio.AbortError:
         raise
@@ -117,6 +114,33 @@ async def errors_told(context: Any) -> AsyncIterator[None]:
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients
         _LOG.exception("a call failed in a way nobody planned for")
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+
+
+class Told(NamedTuple):
+    """How a client gets an error: the name of a gRPC code, the text, and for a full server when to come back (s).
+
+    The last is what tells a full server from a request that is too large.
+    """
+
+    code: str
+    text: str
+    retry_after: str | None = None
+
+
+def told(error: NereidError | grpc.aio.AioRpcError) -> Told:
+    """What a client gets of ``error``, ours or Triton's."""
+    if isinstance(error, NereidError):
+        return Told(error.code, shown(error), str(RETRY_AFTER_S) if isinstance(error, ResourceExhausted) else None)
+    return Told(*status_of(error), next((value for key, value in _metadata_of(error) if key == _RETRY_AFTER), None))
+
+
+async def answer_in_kind(context: Any) -> None:
+    """Compress the answers of a call as its requests were."""
+    coding = dict(context.invocation_metadata() or ()).get(CODING_HEADER)
+    if coding in _CODINGS:
+        context.set_compression(_CODINGS[coding])
+        # The library forgets it for the answer of a unary call that sends this by itself.
+        await context.send_initial_metadata(())
 
 
 def shown(error: NereidError) -> str:
@@ -138,6 +162,7 @@ def unary(calls: Calls, name: str, call: Callable[[Any, Any], Awaitable[Any]], r
 
     async def answer(data: bytes, context: Any) -> Any:
         async with errors_told(context):
+            await answer_in_kind(context)
             with calls.watched(name, context) as watched:
                 message = parsed(request, data)
                 watched.model = getattr(message, "model_name", "") or getattr(message, "name", "")
@@ -145,6 +170,15 @@ def unary(calls: Calls, name: str, call: Callable[[Any, Any], Awaitable[Any]], r
         raise AssertionError("errors_told ends the call")
 
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=response.SerializeToString)
+
+
+def triton_call(channel: Any, method: str, request: Any) -> Any:
+    """The unary ``method`` of KServe v2 over ``channel``; ``request`` is the type of its message."""
+    return channel.unary_unary(
+        f"/{KSERVE}/{method}",
+        request_serializer=request.SerializeToString,
+        response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
+    )
 
 
 def _metadata_of(error: grpc.aio.AioRpcError) -> tuple[tuple[str, Any], ...]:

@@ -22,12 +22,12 @@ _METRICS_TIMEOUT_S = 5.0
 _METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
 
-def _is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
-    # aiohttp tells bytes that are no HTTP with a traceback each: anybody could fill the log.
+def is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
+    """A filter of log records: aiohttp tells bytes that are no HTTP with a traceback each, and fills the log."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-_LOG.addFilter(_is_not_about_bad_bytes)
+_LOG.addFilter(is_not_about_bad_bytes)
 
 
 class HttpEndpoints:

@@ -7,35 +7,40 @@ show only what is served.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from native_service.calls import Call, short_id
-from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES
+from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES, REGION
 from native_service.exposition import own_version
 from native_service.failures import ASSISTED, STREAM
-from native_service.grpc_edge import Inference, errors_told, parsed, shown, unary
+from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, shown, triton_call, unary
 from native_service.script_calls import ScriptCalls
+from native_service.shared_memory import SharedMemory, uses_region
 from native_service.triton_errors import canonical
-from nereid_backend.errors import InvalidArgument, NereidError, NotFound, short_repr
+from nereid_backend.dtypes import BYTES
+from nereid_backend.errors import InvalidArgument, NereidError, NotFound, NotOffered, short_repr
 from nereid_backend.spec import ModelSpec
+
+Method = Callable[[Any, Any], Awaitable[Any]]
+"""What answers a request, given gRPC's context of it or what has its ``time_remaining`` and ``invocation_metadata``."""
 
 VERSION = "1"
 _VERSIONS = ("", VERSION)
 # Switched off in Triton: they change or reveal more than a caller of a model should.
-_OFF = (
-    *("TraceSetting", "LogSettings"),
-    *(
-        f"{kind}SharedMemory{verb}"
-        for kind in ("System", "Cuda")
-        for verb in ("Status", "Register", "Unregister")
-    ),
-)  # fmt: skip
-_OFF_EXTENSIONS = ("system_shared_memory", "cuda_shared_memory", "trace", "logging")
+_OFF = ("TraceSetting", "LogSettings", *(f"CudaSharedMemory{verb}" for verb in ("Status", "Register", "Unregister")))
+_OFF_EXTENSIONS = ("cuda_shared_memory", "trace", "logging")
+_MEMORY = tuple(f"SystemSharedMemory{verb}" for verb in ("Status", "Register", "Unregister"))
+_MEMORY_EXTENSION = "system_shared_memory"
+_MEMORY_IS_OFF = "shared memory is switched off on this server (server.allow_shared_memory)"
+# Texts of so many bytes are looked at beside the event loop.
+_LARGE_BYTES = 64 * 1024
 _CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload")
 _CONTROL_EXTENSION = "model_repository"
 # Stock clients always send it; nothing here depends on another public model.
@@ -62,10 +67,11 @@ class KServeService:
         is_ready: Callable[[], Awaitable[bool]],
         control: ModelControl | None = None,
         scripts: ScriptCalls | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit.
 
-        ``control`` None: callers may not load or unload.
+        ``control`` None: callers may not load or unload; ``memory`` None: nor register shared memory.
         """
         self.set_models(models)
         self._inference = inference
@@ -73,6 +79,20 @@ class KServeService:
         self._scripts = scripts
         self._is_ready = is_ready
         self._control = control
+        self._memory = memory
+        self._methods: dict[str, Method] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._asked_of_triton("ModelMetadata"),
+            "ModelConfig": self._asked_of_triton("ModelConfig"),
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            **self._control_calls(),
+            **self._memory_calls(),
+            **dict.fromkeys(_OFF, _switched_off),
+        }
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
@@ -85,18 +105,7 @@ class KServeService:
             name: unary(
                 self._inference.calls, name, call, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
             )
-            for name, call in {
-                "ServerLive": self._server_live,
-                "ServerReady": self._server_ready,
-                "ServerMetadata": self._server_metadata,
-                "ModelReady": self._model_ready,
-                "ModelMetadata": self._asked_of_triton("ModelMetadata"),
-                "ModelConfig": self._asked_of_triton("ModelConfig"),
-                "ModelStatistics": self._model_statistics,
-                "RepositoryIndex": self._repository_index,
-                **self._control_calls(),
-                **dict.fromkeys(_OFF, _switched_off),
-            }.items()
+            for name, call in self._methods.items()
         }
         methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(
             self._unary_infer, response_serializer=pb.ModelInferResponse.SerializeToString
@@ -106,6 +115,28 @@ class KServeService:
         )
         return grpc.method_handlers_generic_handler(KSERVE, methods)
 
+    async def call(self, method: str, request: Any, context: Any) -> Any:
+        """The answer of the unary ``method`` to its ``request``; of ``context`` its deadline and its metadata matter.
+
+        Raises NereidError and grpc.aio.AioRpcError.
+        """
+        if method == "ModelInfer":
+            with self._inference.calls.watched(ASSISTED, context) as call:
+                return await self._told(call, request, context)
+        with self._inference.calls.watched(method, context) as call:
+            call.model = getattr(request, "model_name", "") or getattr(request, "name", "")
+            return await self._methods[method](request, context)
+
+    @contextmanager
+    def refused(self, model: str) -> Iterator[None]:
+        """Counts a call for ``model`` that is refused inside, before it is one."""
+        try:
+            yield
+        except (NereidError, asyncio.CancelledError) as error:
+            if model in self._specs:
+                self._inference.refusals.add(model, error)
+            raise
+
     async def _server_live(self, _request: Any, _context: Any) -> Any:
         return pb.ServerLiveResponse(live=True)
 
@@ -114,7 +145,9 @@ class KServeService:
 
     async def _server_metadata(self, request: Any, _context: Any) -> Any:
         theirs = await self._ask("ServerMetadata", request)
-        off = _OFF_EXTENSIONS if self._control else (*_OFF_EXTENSIONS, _CONTROL_EXTENSION)
+        off = {*_OFF_EXTENSIONS}
+        off |= set() if self._control else {_CONTROL_EXTENSION}
+        off |= set() if self._memory else {_MEMORY_EXTENSION}
         extensions = [name for name in theirs.extensions if name.partition("(")[0] not in off]
         return pb.ServerMetadataResponse(name="nereid", version=own_version(), extensions=extensions)
 
@@ -123,7 +156,7 @@ class KServeService:
             return pb.ModelReadyResponse(ready=False)
         return await self._ask("ModelReady", request)
 
-    def _asked_of_triton(self, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _asked_of_triton(self, method: str) -> Method:
         async def ask(request: Any, _context: Any) -> Any:
             self._served(request.name, request.version)
             return await self._ask(method, request)
@@ -147,7 +180,7 @@ class KServeService:
                 answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
         return answer
 
-    def _control_calls(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
+    def _control_calls(self) -> dict[str, Method]:
         load, unload = _CONTROL
         if self._control is None:
             return dict.fromkeys(_CONTROL, _control_is_off)
@@ -156,8 +189,14 @@ class KServeService:
             unload: _controlling(self._control.unload, pb.RepositoryModelUnloadResponse),
         }
 
+    def _memory_calls(self) -> dict[str, Method]:
+        if self._memory is None:
+            return dict.fromkeys(_MEMORY, _memory_is_off)
+        return dict(zip(_MEMORY, (self._memory.status, self._memory.register, self._memory.unregister), strict=True))
+
     async def _unary_infer(self, data: bytes, context: Any) -> Any:
         async with errors_told(context):
+            await answer_in_kind(context)
             with self._inference.calls.watched(ASSISTED, context) as call:
                 return await self._told(call, parsed(pb.ModelInferRequest, data), context)
         raise AssertionError("errors_told ends the call")
@@ -177,18 +216,30 @@ class KServeService:
         spec = self._served(request.model_name, request.model_version)
         complete_batch(request, spec)
         try:
+            check_texts(request)  # first: it bounds how many sizes a shape has
             check_shapes(request, spec)
-            check_texts(request)
-        except InvalidArgument as error:
+            self._check_memory(request, spec)
+            await check_bytes(request, spec)
+        except NereidError as error:
             self._inference.refusals.add(spec.name, error)
             raise
         if spec.script is not None and self._scripts is not None:
             return await self._scripts.infer(request, spec, context)
         return await self._inference.run(request, context)
 
+    def _check_memory(self, request: Any, spec: ModelSpec) -> None:
+        if not uses_region(request):
+            return
+        if self._memory is None:
+            raise NotOffered(_MEMORY_IS_OFF)
+        if spec.script is not None:
+            raise InvalidArgument(f"model {spec.name!r} is a script, which takes no shared memory; send its input")
+        self._memory.check(request, spec)
+
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One request after the other; a bad one, or one without a permit, costs only its own answer."""
         async with errors_told(context):
+            await answer_in_kind(context)
             async for request in self._inference.half_sent.messages(requests):
                 try:
                     with self._inference.calls.watched(STREAM, context) as call:
@@ -212,12 +263,7 @@ class KServeService:
         return self._specs[name]
 
     async def _ask(self, method: str, request: Any) -> Any:
-        call = self._triton.unary_unary(
-            f"/{KSERVE}/{method}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=getattr(pb, f"{method}Response").FromString,
-        )
-        return await call(request)
+        return await triton_call(self._triton, method, type(request))(request)
 
 
 def complete_batch(request: Any, spec: ModelSpec) -> None:
@@ -247,9 +293,12 @@ def _check_repository(name: str) -> None:
         raise NotFound(f"no repository {name!r}; leave the name empty")
 
 
-async def _control_is_off(_request: Any, context: Any) -> Any:
-    text = "model control is switched off on this server (server.allow_model_control)"
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+async def _control_is_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered("model control is switched off on this server (server.allow_model_control)")
+
+
+async def _memory_is_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered(_MEMORY_IS_OFF)
 
 
 def check_shapes(request: Any, spec: ModelSpec) -> None:
@@ -279,5 +328,27 @@ def check_texts(request: Any) -> None:
         )
 
 
-async def _switched_off(_request: Any, context: Any) -> Any:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this call is switched off on this server")
+async def check_bytes(request: Any, spec: ModelSpec) -> None:
+    """Raise InvalidArgument for texts whose lengths lead past the end: Triton 2.51 fails the whole batch for one."""
+    contents = iter(request.raw_input_contents)
+    for tensor in request.inputs:
+        if REGION in tensor.parameters:
+            continue
+        data = next(contents, b"")
+        if tensor.datatype == BYTES.kserve and data:
+            whole = await asyncio.to_thread(is_whole, data) if len(data) > _LARGE_BYTES else is_whole(data)
+            if not whole:
+                where = f"model {spec.name!r} input {short_repr(tensor.name)}"
+                raise InvalidArgument(f"{where} is no BYTES tensor: a length leads past its end")
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether texts, each behind its length in 4 bytes, fill ``data``."""
+    at, end = 0, len(data)
+    while at + 4 <= end:
+        at += 4 + int.from_bytes(data[at : at + 4], "little")
+    return at == end
+
+
+async def _switched_off(_request: Any, _context: Any) -> Any:
+    raise NotOffered("this call is switched off on this server")

@@ -14,7 +14,7 @@ from native_service.calls import Call
 from native_service.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_chunks
 from native_service.envoy_scripts import KSERVE
 from native_service.failures import CHECKPOINT
-from native_service.grpc_edge import Inference, errors_told, parsed, unary
+from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, unary
 from native_service.infer_messages import Tensor, read_outputs
 from native_service.proto import inference_pb2
 from native_service.regions import SHARED_FROM_BYTES, Region, Regions
@@ -82,6 +82,7 @@ class NereidService:
     async def checkpoint(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """The inputs in, all outputs back; nothing runs before the client has closed its side."""
         async with errors_told(context):
+            await answer_in_kind(context)
             with self._inference.calls.watched(CHECKPOINT, context) as call:
                 await self._answer(requests, context, call)
 

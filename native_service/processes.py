@@ -58,12 +58,14 @@ async def start(
     stdin: int = asyncio.subprocess.DEVNULL,
     longest_line: int = _READ_BYTES,
     folder: Path | None = None,
+    new_session: bool = True,
 ) -> Child:
-    """Start ``command`` as the leader of a new session; it is killed when this process dies.
+    """Start ``command`` as the leader of a new process group; it is killed when this process dies.
 
     ``longest_line`` is in bytes and counts for ``readline`` only; ``folder`` is the working directory, None keeps ours.
-    A session of its own keeps a terminal's Ctrl-C
-    with the supervisor, which stops its children in order. The pipes are ours and not asyncio's, whose ``wait``
+    A group of its own keeps a terminal's Ctrl-C with the supervisor, which stops its children in order; in a session of
+    its own ``command`` cannot ask the terminal anything either. But Linux shares the processors out by sessions: those
+    through which a call passes are quicker in one. The pipes are ours and not asyncio's, whose ``wait``
     returns only when every holder of a pipe is gone: a grandchild that hangs would hide the child's death.
     """
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
@@ -81,7 +83,8 @@ async def start(
             stderr=err_write,
             env=dict(environment),
             cwd=folder,
-            start_new_session=True,
+            start_new_session=new_session,
+            process_group=None if new_session else 0,
         )
     except BaseException:  # a cancelled start must not leave open pipes either
         for pipe in pipes:

@@ -127,7 +127,7 @@ class Regions:
     async def _take_back(self, region: Region, registration: asyncio.Future[None], then: Callable[[], None]) -> None:
         pause_s = _FIRST_POLL_S
         try:
-            await asyncio.wait((registration,))
+            await asyncio.gather(registration, return_exceptions=True)
             while not await self._triton.unshare_memory(region.name):
                 await asyncio.sleep(pause_s)
                 pause_s = min(_POLL_GROWTH * pause_s, _LONGEST_POLL_S)

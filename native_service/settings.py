@@ -86,7 +86,7 @@ class Limits(Section):
     """Bounds on what one caller may cost; exceeding one is a clear error for that caller."""
 
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = 4 * 1024 * 1024
-    """Largest single message of a Checkpoint call."""
+    """Largest single message of a Checkpoint call, and largest JSON of a request over HTTP."""
     max_request_bytes: Annotated[int, Field(gt=0, le=1024 * 1024 * 1024)] = 128 * 1024 * 1024
     """Largest ModelInfer request and Checkpoint input, all tensors together; a connection may buffer that much."""
     max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
@@ -135,9 +135,13 @@ class ServerSettings(Section):
     ml_backends_path: NonBlank
     http_addr: Annotated[AddressText | None, Field(validation_alias=AliasChoices("http_addr", "metrics_addr"))] = None
     """Health and metrics over HTTP; None is off."""
+    http_infer_addr: AddressText | None = None
+    """KServe v2 over HTTP; None is off."""
     allow_insecure: bool = False
     allow_model_control: bool = False
     """Whether callers may load and unload the models that are listed here."""
+    allow_shared_memory: bool = False
+    """Whether callers may register shared memory of this host, which Triton then reads and writes."""
     log_format: Literal["text", "json"] = "text"
     """What the lines of the log are."""
     tls: TlsSettings | None = None
@@ -153,21 +157,25 @@ class ServerSettings(Section):
 
     @model_validator(mode="after")
     def _addresses(self) -> ServerSettings:
-        if self.http_addr is not None and self.http_addr == self.bind_addr and self.bind.port != 0:
-            raise ValueError(f"http_addr must differ from bind_addr, both are {self.bind_addr}")
-        for key, address in (("bind_addr", self.bind), ("http_addr", self.http)):
+        taken: dict[Address, str] = {}
+        for key, address in self.addresses.items():
+            if address in taken and address.port:
+                raise ValueError(f"{key} must differ from {taken[address]}, both are {address}")
+            taken[address] = key
             missing = self._unprotected(key)
-            if address is not None and not address.is_loopback and missing and not self.allow_insecure:
+            if not address.is_loopback and missing and not self.allow_insecure:
                 raise ValueError(
                     f"{key} {address} is reachable from other machines without {' and '.join(missing)}; "
                     "add that, use 127.0.0.1, or accept it with server.allow_insecure: true in the settings file"
                 )
+            if self.allow_shared_memory and not address.is_loopback and key != "http_addr":
+                raise ValueError(f"allow_shared_memory is for callers on this host only; {key} must be 127.0.0.1")
         return self
 
     def _unprotected(self, key: str) -> list[str]:
         """What ``key`` would need before strangers may reach it: nobody listens in, and callers are known."""
         known = self.auth is not None or (
-            key == "bind_addr" and self.tls is not None and self.tls.client_ca is not None
+            key != "http_addr" and self.tls is not None and self.tls.client_ca is not None
         )
         return [*([] if self.tls else ["server.tls"]), *([] if known else ["server.auth"])]
 
@@ -178,6 +186,16 @@ class ServerSettings(Section):
     @property
     def http(self) -> Address | None:
         return None if self.http_addr is None else parse_address(self.http_addr)
+
+    @property
+    def http_infer(self) -> Address | None:
+        return None if self.http_infer_addr is None else parse_address(self.http_infer_addr)
+
+    @property
+    def addresses(self) -> dict[str, Address]:
+        """Every address that is listened on, by its key."""
+        known = {"bind_addr": self.bind, "http_addr": self.http, "http_infer_addr": self.http_infer}
+        return {key: address for key, address in known.items() if address is not None}
 
     @property
     def folder(self) -> Path:

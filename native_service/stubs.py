@@ -103,9 +103,9 @@ class StubRecord:
     def all_died(self) -> None:
         """The server has ended, and its group with it."""
         self._dead |= self._processes.keys()
+        for file in chain.from_iterable(chain.from_iterable(each.values()) for each in self._processes.values()):
+            file.unlink(missing_ok=True)
         self._processes.clear()
-        for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
-            region.unlink(missing_ok=True)
 
     def look(self, server: int, changing: Collection[str]) -> frozenset[str]:
         """The models that have lost a process, but for those ``changing``; the memory of the lost is gone after this.

@@ -42,10 +42,11 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a running service listens; ``http`` is None when it is off."""
+    """Where a running service listens; ``http`` and ``http_infer`` are None when they are off."""
 
     public: Address
     http: Address | None
+    http_infer: Address | None
     triton_grpc: str
     triton_metrics: str
     models: tuple[str, ...]
@@ -58,6 +59,7 @@ class Endpoints:
             "triton_grpc": self.triton_grpc,
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
+            "http_infer": None if self.http_infer is None else str(self.http_infer),
         }
 
     def to_json(self) -> str:
@@ -134,9 +136,8 @@ async def _start(
 ) -> tuple[Endpoints, Watchdog, Front]:
     """Everything up to the open address; what has to be undone is pushed on ``ending`` as it is made."""
     server = settings.server
-    for key, address in (("bind_addr", server.bind), ("http_addr", server.http)):
-        if address is not None:
-            preflight.check_free(key, address)
+    for key, address in server.addresses.items():
+        preflight.check_free(key, address)
     access = envoy_access.read(server)  # before minutes of converting and loading
     envoy = envoy_install.find(options.envoy)
     install = await embedded_triton.find(options.tritonserver)
@@ -205,7 +206,7 @@ async def _start(
         following.add_done_callback(_report_failure)
         ending.callback(following.cancel)
     names = tuple(catalogue.models)
-    endpoints = Endpoints(public, http, where.grpc, where.metrics, names)
+    endpoints = Endpoints(public, http, front.http_infer, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
     reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
     hangup.will(reload.run)

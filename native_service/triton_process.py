@@ -133,6 +133,11 @@ class TritonServer:
         return self._channel
 
     @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of calls that only we may make."""
+        return ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
+
+    @property
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
@@ -182,7 +187,7 @@ class TritonServer:
 
     async def _launch(self) -> None:
         self._log = TritonLog()
-        self._child = await processes.start(self._command(self.addresses), self._environment)
+        self._child = await processes.start(self._command(self.addresses), self._environment, new_session=False)
         self._readers = _read_output(self._child, self._log)
         await self._until_live()
 
@@ -306,7 +311,7 @@ class TritonServer:
             request_serializer=type(request).SerializeToString,
             response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
         )
-        metadata = ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
+        metadata = self.key
         return call(request, timeout=timeout_s, metadata=metadata)
 
     def _stubs(self, model: str) -> set[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import InvalidArgument, OutputError
 from nereid_backend.safetensors import aligned_empty
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
@@ -48,7 +49,9 @@ class Staging:
     def __init__(self, inputs: Sequence[TensorSpec], *, bounded: bool = False) -> None:
         """``bounded``: variable axes take compiled sizes only, so that a buffer for them is worth keeping."""
         self._inputs = [(tensor.batch_axis or 0, tensor.element.numpy) for tensor in inputs]
-        self._kept = [bounded or VARIABLE not in tensor.row_shape for tensor in inputs]
+        self._kept = [
+            (bounded or VARIABLE not in tensor.row_shape) and tensor.element is not BYTES for tensor in inputs
+        ]
         self._buffers: list[np.ndarray[Any, np.dtype[np.uint8]] | None] = [None] * len(self._inputs)
         self._latest: list[Array | None] = [None] * len(self._inputs)  # the buffers as the last batch saw them
 
@@ -66,7 +69,7 @@ class Staging:
             shape = parts[0].shape
             target = self._buffer(index, dtype, (*shape[:axis], size, *shape[axis + 1 :]))
             if total < size:
-                target[_rows(axis, total, size)] = 0
+                target[_rows(axis, total, size)] = b"" if dtype.kind == "O" else 0
             np.concatenate(parts, axis, out=target[_rows(axis, 0, total)])
             batch.append(target)
         return batch

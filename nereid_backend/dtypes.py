@@ -7,6 +7,7 @@ safetensors header, StableHLO's printed types, ONNX Runtime's type strings, nump
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ class DType:
     """Element type as ONNX Runtime prints it in ``tensor(...)``."""
     size_bytes: int
     in_numpy: bool = True
+
+    def zeros(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        """A new array of what rows are padded with: zeros, or empty texts."""
+        return np.full(shape, b"", object) if self is BYTES else np.zeros(shape, self.numpy)
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -60,6 +65,10 @@ TABLE: tuple[DType, ...] = (
     DType("f8_e4m3", None, None, "float8_e4m3fn", "F8_E4M3", "f8E4M3FN", "float8e4m3fn", 1, in_numpy=False),
 )
 
+BYTES = DType("bytes", "BYTES", "TYPE_STRING", "object", "", "", "string", 0)
+"""Texts of any length: an array of bytes objects. Beside the table, because no program but an ONNX graph takes them and
+their size is in no shape; :func:`element`, :func:`by_onnx` and :func:`by_numpy` know it."""
+
 _COLUMNS = ("token", "kserve", "triton", "numpy_name", "safetensors", "stablehlo", "onnx")
 _BY: dict[str, dict[str, DType]] = {
     column: {getattr(row, column): row for row in TABLE if getattr(row, column) is not None} for column in _COLUMNS
@@ -79,6 +88,11 @@ def by_token(token: str) -> DType:
     return _lookup("token", "dtype", token)
 
 
+def element(token: str) -> DType:
+    """The row of a token in nereid.json: a manifest's, or that of BYTES. Raises BundleError."""
+    return BYTES if token == BYTES.token else by_token(token)
+
+
 def by_kserve(name: str) -> DType:
     """The row of a KServe datatype such as ``FP32``. Raises BundleError."""
     return _lookup("kserve", "KServe datatype", name)
@@ -96,6 +110,8 @@ def by_stablehlo(name: str) -> DType:
 
 def by_onnx(name: str) -> DType:
     """The row of an ONNX element type such as ``float``. Raises BundleError."""
+    if name == BYTES.onnx:
+        return BYTES
     return _lookup("onnx", "ONNX element type", name)
 
 
@@ -106,6 +122,8 @@ def by_numpy_name(name: str) -> DType:
 
 def by_numpy(dtype: np.dtype[Any]) -> DType:
     """The row of a numpy or ml_dtypes dtype. Raises BundleError."""
+    if dtype.kind == "O":
+        return BYTES
     return _lookup("numpy_name", "numpy dtype", dtype.name)
 
 

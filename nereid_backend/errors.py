@@ -64,6 +64,12 @@ class OverLimit(NereidError):
     code = "RESOURCE_EXHAUSTED"
 
 
+class NotOffered(NereidError):
+    """A call that this server does not answer, or not by its settings."""
+
+    code = "UNIMPLEMENTED"
+
+
 class DeadlineExceeded(NereidError):
     """The client stops waiting before its call can be handed on."""
 

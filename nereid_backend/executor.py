@@ -11,8 +11,6 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from nereid_backend.batching import Array, OutputCheck, Staging, padded_size, split, too_many_rows
 from nereid_backend.engines import Engine
 from nereid_backend.errors import InvalidArgument
@@ -64,7 +62,7 @@ class Executor:
             inputs = self._spec.at_variant(variant).inputs
             for size in programs.sizes or (1,):
                 shapes = [[1 if n == VARIABLE else n for n in tensor.at_batch(size)] for tensor in inputs]
-                zeros = [np.zeros(shape, t.element.numpy) for shape, t in zip(shapes, inputs, strict=True)]
+                zeros = [t.element.zeros(shape) for shape, t in zip(shapes, inputs, strict=True)]
                 try:
                     self._engine.run(zeros)
                     start = time.perf_counter()

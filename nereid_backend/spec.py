@@ -45,7 +45,7 @@ class TensorSpec:
 
     @property
     def element(self) -> DType:
-        return dtypes.by_token(self.dtype)
+        return dtypes.element(self.dtype)
 
     @property
     def artifact_name(self) -> str:
@@ -270,7 +270,7 @@ def _check(spec: ModelSpec) -> None:
     """What the types cannot say. Raises RecordError, SpecError."""
     for tensor in (*spec.inputs, *spec.outputs, *spec.client_inputs, *spec.client_outputs):
         try:
-            dtypes.by_token(tensor.dtype)
+            dtypes.element(tensor.dtype)
         except BundleError as error:
             raise SpecError(f"{SPEC_FILE}: tensor {tensor.name!r}: {error}; convert the bundle again") from None
         if not all(VARIABLE <= size <= MAX_SIZE for size in tensor.shape):

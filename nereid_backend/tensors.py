@@ -14,6 +14,8 @@ BF16, any    a DLPack capsule read by us: numpy has no  a DLPack capsule written
              BF16 and refuses one
 ===========  =========================================  ==========================================
 
+BYTES are plain calls on both; under numpy 2 a server before 2.52 would end the process over them, so they are refused.
+
 From 2.52 on the plain calls are exact under numpy 2 as well, and so is DLPack, so the numpy generation alone decides.
 
 Capsules towards Triton are our own. numpy refuses to export a read-only array, which a view of a JAX result is; Triton
@@ -25,11 +27,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from nereid_backend.dtypes import BYTES
+from nereid_backend.errors import BundleError
 from nereid_backend.spec import TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -128,7 +133,14 @@ class TensorAccess:
     A ``scalar`` per request or per row travels with a last dimension of 1 of its own: Triton has no rank 0.
     """
 
-    def __init__(self, pb_utils: Any, numpy_version: str = np.__version__) -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        numpy_version: str = np.__version__,
+        server_version: str = os.environ.get("TRITON_SERVER_VERSION", ""),
+    ) -> None:
+        """``server_version`` is what NVIDIA's containers say; the embedded server is 2.51 and says nothing."""
+        self._server_version = server_version
         self._tensor = pb_utils.Tensor
         self._get_input = pb_utils.get_input_tensor_by_name
         self._dlpack = int(numpy_version.partition(".")[0]) >= 2
@@ -145,7 +157,7 @@ class TensorAccess:
         if spec.dtype == "bf16":
             bfloat16 = spec.element.numpy
             return lambda request: _read_bf16(get_input(request, name), bfloat16)
-        if self._dlpack:
+        if self._dlpack and not self._is_text(spec):
             return lambda request: np.from_dlpack(get_input(request, name))
         return lambda request: get_input(request, name).as_numpy()
 
@@ -165,6 +177,22 @@ class TensorAccess:
             write = self.writer(spec)
             return lambda array: write(array[..., np.newaxis])
         tensor, name = self._tensor, spec.name
-        if self._dlpack or spec.dtype == "bf16":
+        if spec.dtype == "bf16" or (self._dlpack and not self._is_text(spec)):
             return lambda array: tensor.from_dlpack(name, Capsule(array))
         return lambda array: tensor(name, array)
+
+    def _is_text(self, spec: TensorSpec) -> bool:
+        """Raises BundleError for texts that this server would lose, or end the process over."""
+        if spec.element is not BYTES:
+            return False
+        if self._dlpack and not _is_at_least_2_52(self._server_version):
+            raise BundleError(
+                f"tensor {spec.name!r} holds texts (BYTES), which Triton before 2.52 cannot hand over under numpy 2; "
+                "use numpy 1.26 or a newer Triton"
+            )
+        return True
+
+
+def _is_at_least_2_52(version: str) -> bool:
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    return len(numbers) == 2 and numbers >= [2, 52]

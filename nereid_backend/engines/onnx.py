@@ -17,6 +17,7 @@ from nereid_backend.spec import ModelSpec
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 
+_decode, _encode = np.frompyfunc(bytes.decode, 1, 1), np.frompyfunc(str.encode, 1, 1)
 _BF16_ONNX = 16  # TensorProto.BFLOAT16
 
 
@@ -65,6 +66,8 @@ class OnnxEngine:
         self._session = session
         self._inputs = [t.artifact_name for t in spec.inputs]
         self._outputs = [t.artifact_name for t in spec.outputs]
+        self._texts = [t.artifact_name for t in spec.inputs if t.element is dtypes.BYTES]
+        self._text_outputs = [index for index, t in enumerate(spec.outputs) if t.element is dtypes.BYTES]
         self._bf16 = any(t.dtype == "bf16" for t in (*spec.inputs, *spec.outputs))
 
     @classmethod
@@ -80,12 +83,19 @@ class OnnxEngine:
         try:
             if self._bf16:
                 return self._run_bf16(inputs)
-            outputs: list[Array] = self._session.run(self._outputs, dict(zip(self._inputs, inputs, strict=True)))
+            feed = dict(zip(self._inputs, inputs, strict=True))
+            for name in self._texts:
+                feed[name] = _decoded(feed[name], name)
+            outputs: list[Array] = self._session.run(self._outputs, feed)
         except Exception as error:  # onnxruntime raises a dozen unrelated classes of its own here
+            if isinstance(error, InvalidArgument):
+                raise
             kind = type(error).__name__
             if kind == "InvalidArgument":
                 raise InvalidArgument(f"ONNX Runtime refused the input: {_message(error)}") from error
             raise EngineError(f"the ONNX model failed: {_message(error)}") from error
+        for index in self._text_outputs:
+            outputs[index] = np.asarray(_encode(outputs[index]), object)
         return outputs
 
     def _run_bf16(self, inputs: list[Array]) -> list[Array]:
@@ -121,12 +131,12 @@ def _providers(ort: Any, device: str) -> list[tuple[str, dict[str, Any]]]:
 def _port(node: Any) -> Port:
     match = re.fullmatch(r"tensor\((\w+)\)", node.type)
     if match is None:
-        raise SignatureError(f"ONNX tensor {node.name!r} is a {node.type}; only tensors of numbers are supported")
+        raise SignatureError(f"ONNX tensor {node.name!r} is a {node.type}; only tensors are supported")
     try:
         dtype = dtypes.by_onnx(match[1])
     except BundleError:
         raise SignatureError(
-            f"ONNX tensor {node.name!r} has type {node.type}; only tensors of numbers are supported"
+            f"ONNX tensor {node.name!r} has type {node.type}; only tensors of numbers and texts are supported"
         ) from None
     return Port(node.name, dtype.token, tuple(node.shape))
 
@@ -137,6 +147,14 @@ def _read_bf16(value: Any, dtype: np.dtype[Any]) -> Array:
     if array.nbytes:
         ctypes.memmove(array.ctypes.data, value.data_ptr(), array.nbytes)
     return array
+
+
+def _decoded(array: Array, name: str) -> Array:
+    """Texts as ONNX Runtime takes them. Raises InvalidArgument."""
+    try:
+        return np.asarray(_decode(array), object)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"input {name!r} holds a text that is not UTF-8 ({error.reason})") from None
 
 
 def _message(error: Exception) -> str:

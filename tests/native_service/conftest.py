@@ -219,6 +219,11 @@ class Fronted:
         self.address = address
         self.channel = channel
 
+    @property
+    def http(self) -> str:
+        """Where KServe v2 over HTTP is."""
+        return f"http://{self.front.http_infer}"
+
     async def permits_in_use(self, model: str = "adder") -> int:
         return (await self.front.admin.permits_in_use())[model]
 
@@ -245,7 +250,13 @@ async def fronted(
     try:
         async with FakeServer(triton) as back:
             front = Front(envoy_install.find(), run, back, access)  # type: ignore[arg-type]
-            settings = ServerSettings(bind_addr=bind, http_addr=http, ml_backends_path=".", limits=limits or Limits())
+            settings = ServerSettings(
+                bind_addr=bind,
+                http_addr=http,
+                http_infer_addr="127.0.0.1:0",
+                ml_backends_path=".",
+                limits=limits or Limits(),
+            )
             try:
                 address = str(await front.start([Admitted(spec, capacity) for spec in specs], settings))
                 async with grpc.aio.insecure_channel(address) as channel:

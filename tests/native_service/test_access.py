@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from aiohttp import ClientSession, TCPConnector
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2
 
-from native_service import certificates, credentials, envoy_access, roles
+from native_service import certificates, credentials, envoy_access, kserve_http, roles
 from native_service.access_settings import AuthSettings, TlsSettings
 from native_service.credentials import Credentials, TokenRules
 from native_service.envoy_access import Access
+from native_service.log_records import FORMATTERS
 from native_service.proto import inference_pb2
 from native_service.roles import Role
 from nereid_backend.errors import SettingsError
@@ -84,6 +86,12 @@ def test_every_method_of_every_protocol_has_a_role() -> None:
     services = [service for file in files for service in file.services_by_name.values()]
     methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     assert set(roles.RPCS) - {"/grpc.health.v1.Health/List"} == methods - {"/grpc.health.v1.Health/List"}
+
+
+def test_a_call_over_http_needs_the_role_of_the_method_it_becomes() -> None:
+    for (method, path), name in kserve_http.ROUTES.items():
+        call = roles.HttpCall(method, re.sub(r"\{\w+\}", "NAME", path))
+        assert roles.HTTP.get(call, Role.ADMIN) == roles.RPCS[f"/inference.GRPCInferenceService/{name}"], call
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (16,)], ids=["native", "service"])
@@ -413,6 +421,8 @@ def test_keys_come_from_files_the_environment_and_digests(tmp_path: Path, monkey
         assert credentials.read(auth) == Credentials(dict(known().credentials.keys), rules("HS384"))  # type: ignore[union-attr]
     assert not {"INFERENCE_KEY", "TOKEN_SECRET"} & set(os.environ), "models would see it"
     assert SECRET not in repr(credentials.read(auth))
+    record = logging.makeLogRecord({"msg": f"a model printed {SECRET}", "fields": {"x": SECRET}})
+    assert all(SECRET not in form().format(record) for form in FORMATTERS.values())
 
 
 @pytest.mark.parametrize(

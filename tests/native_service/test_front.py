@@ -47,12 +47,12 @@ def infer(channel: Any, request: Any = None, **options: Any) -> Any:
     return call(infer_request() if request is None else request, **options)
 
 
-def stream(channel: Any) -> Any:
+def stream(channel: Any, **options: Any) -> Any:
     return channel.stream_stream(
         KSERVE + "ModelStreamInfer",
         service_pb2.ModelInferRequest.SerializeToString,
         service_pb2.ModelStreamInferResponse.FromString,
-    )()
+    )(**options)
 
 
 ROW = pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[16], data=R16.tobytes(), end_of_tensor=True))
@@ -148,10 +148,43 @@ def test_a_stream_nobody_uses_does_not_keep_the_front_from_stopping(
     asyncio.run(scenario())
 
 
-def test_compressed_requests_are_answered(fronting: Fronting, spec: Spec) -> None:
+@pytest.mark.parametrize("coding", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_requests_are_answered_in_kind(fronting: Fronting, spec: Spec, coding: Any) -> None:
     async def scenario() -> None:
-        async with fronting(spec()) as service:
-            assert (await infer(service.channel, compression=grpc.Compression.Gzip)).outputs
+        size = 1 << 18
+        async with fronting(spec(dims=(-1,))) as service:
+            plain, packed = [], []
+            for sizes, compression in ((plain, None), (packed, coding)):
+                for ask in (infer, streamed):
+                    before = await sent(service)
+                    answer = await ask(service.channel, infer_request((1, size)), compression=compression)
+                    assert np.frombuffer(answer.raw_output_contents[0], "<f4").tolist() == [1 + n for n in range(size)]
+                    sizes.append(await sent(service) - before)
+            assert min(plain) > 4 * size > 2 * max(packed)
+
+    async def sent(service: Any) -> int:
+        [count] = (await service.front.admin.counters(r"^http\.public\.downstream_cx_tx_bytes_total$")).values()
+        return int(count)
+
+    async def streamed(channel: Any, request: Any, **options: Any) -> Any:
+        call = stream(channel, **options)
+        await call.write(request)
+        await call.done_writing()
+        return (await call.read()).infer_response
+
+    asyncio.run(scenario())
+
+
+def test_a_little_that_unpacks_to_a_lot_is_refused(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        limits = Limits(max_request_bytes=4 << 20)
+        async with fronting(spec(dims=(-1,)), limits=limits) as service:
+            request = infer_request((1, 16))
+            request.raw_input_contents[0] = bytes(64 << 20)
+            for coding in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+                code, text = await status(infer(service.channel, request, compression=coding))
+                assert (code, "(server.limits.max_request_bytes)" in text) == (FULL[0], True)
+            assert not service.triton.requests
 
     asyncio.run(scenario())
 
@@ -520,6 +553,15 @@ def test_a_dead_envoy_is_started_again_at_the_same_address(fronting: Fronting, s
                         break
             # The way through our service is there again, too.
             assert (await infer(service.channel, infer_request((16,)), wait_for_ready=True)).outputs
+
+    asyncio.run(scenario())
+
+
+def test_envoy_shares_our_session_but_not_the_signals_of_our_terminal(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            envoy = service.front.envoy_pid
+            assert (os.getsid(envoy), os.getpgid(envoy)) == (os.getsid(0), envoy)
 
     asyncio.run(scenario())
 

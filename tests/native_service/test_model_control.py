@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ class FakeTriton:
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def load(self, model: str, _timeout_s: float) -> None:
+    async def load(self, model: str, _timeout_s: float, _behind: Sequence[str] = ()) -> None:
         self.loads += 1
         await self.may_load.wait()
         if self.away:

@@ -96,6 +96,8 @@ def test_the_http_address_has_two_names(file: Path, key: str) -> None:
         ('http_addr: "127.0.0.1:1"\n  metrics_addr: "127.0.0.1:2"',
          "http_addr and metrics_addr are two names of one key; keep http_addr"),
         ('http_addr: "127.0.0.1:50051"', "http_addr must differ from bind_addr, both are 127.0.0.1:50051"),
+        ('http_addr: "[::1]:1"\n  http_infer_addr: "[::1]:1"',
+         "http_infer_addr must differ from http_addr, both are [::1]:1"),
         ('metrics_addr: ""', "server.metrics_addr must not be blank, got ''"),
     ],
 )  # fmt: skip
@@ -103,9 +105,18 @@ def test_a_wrong_http_address_is_refused(file: Path, extra: str, message: str) -
     assert problem(file, GOOD.replace("models\n", f"models\n  {extra}\n", 1)) == f"{file}: {message}"
 
 
+def test_shared_memory_is_for_callers_on_this_host(file: Path) -> None:
+    text = GOOD.replace("models\n", "models\n  allow_shared_memory: true\n", 1)
+    assert load(file, text).server.allow_shared_memory
+    text = text.replace("127.0.0.1", "0.0.0.0").replace("models\n", "models\n  allow_insecure: true\n", 1)
+    assert "allow_shared_memory is for callers on this host only; bind_addr must be 127.0.0.1" in problem(file, text)
+
+
 def test_an_address_for_everybody_needs_an_explicit_yes(file: Path) -> None:
     text = GOOD.replace("127.0.0.1", "0.0.0.0")
     assert "allow_insecure: true" in problem(file, text)
+    http = GOOD.replace("models\n", "models\n  http_infer_addr: '0.0.0.0:8000'\n", 1)
+    assert "http_infer_addr 0.0.0.0:8000 is reachable from other machines" in problem(file, http)
     loaded = load(file, text.replace("models\n", "models\n  allow_insecure: true\n", 1))
     assert loaded.server.bind.host == "0.0.0.0"
 

@@ -273,11 +273,11 @@ def watched_health(serving: Live, model: str) -> Iterator[list[str]]:
         thread.join()
 
 
-def restart_counts(serving: Live) -> dict[str, str]:
+def restart_counts(serving: Live) -> dict[str, float]:
     with urllib.request.urlopen(f"http://{serving.served.state['http']}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     series = [line.partition("nereid_model_restarts_total") for line in lines]
-    return {name.split('"')[1]: name.split()[1] for before, word, name in series if word and not before}
+    return {name.split('"')[1]: float(name.split()[1]) for before, word, name in series if word and not before}
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def test_a_killed_model_is_back_soon_and_the_others_notice_nothing(tmp_path: Pat
     with live(tmp_path, settings=settings, models=("adder", "other")) as serving:
         pid = serving.served.process.pid
         regions = our_shared_memory(pid)
-        assert restart_counts(serving) == {"adder": "0", "other": "0"}
+        assert restart_counts(serving) == {"adder": 0, "other": 0}
         with serving.load("other") as failures:
             for _ in range(2):
                 with within(20):  # the bar is 10 s on a quiet machine
@@ -307,14 +307,14 @@ def test_a_killed_model_is_back_soon_and_the_others_notice_nothing(tmp_path: Pat
                     serving.until(lambda: serving.amount() == 1)
                 serving.until(lambda: health(serving, "adder") == "SERVING")
         assert failures == []
-        assert restart_counts(serving) == {"adder": "2", "other": "0"}
+        assert restart_counts(serving) == {"adder": 2, "other": 0}
         # The regions of the dead are gone: as many as before, one of them new.
         assert (len(our_shared_memory(pid)), len({*our_shared_memory(pid)} & {*regions})) == (2, 1)
         # Unloaded on purpose is not dead, and a model that is dead can be loaded by name as well.
         serving.client.unload_model("adder")
         time.sleep(1)
         serving.client.load_model("adder")
-        assert (serving.amount(), restart_counts(serving)["adder"]) == (1, "2")
+        assert (serving.amount(), restart_counts(serving)["adder"]) == (1, 2)
         kill(serving, "other")  # and the end comes while it is started again: code 0 all the same
         serving.until(lambda: health(serving, "other") == "NOT_SERVING")
 
@@ -336,7 +336,7 @@ def test_a_killed_triton_is_back_with_its_models_and_its_permits(tmp_path: Path)
         assert codes == {"StatusCode.UNAVAILABLE"}
         assert len(our_shared_memory(pid)) == 2
         assert (serving.http_says("adder"), serving.client.is_server_ready()) == (200, True)
-        assert restart_counts(serving) == {"adder": "2", "other": "2"}
+        assert restart_counts(serving) == {"adder": 2, "other": 2}
 
 
 def is_tritonserver(pid: int) -> bool:

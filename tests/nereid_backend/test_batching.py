@@ -38,6 +38,15 @@ def test_a_model_that_takes_any_size_is_not_padded() -> None:
     assert padded_size((), 7) == 7
 
 
+def test_texts_are_gathered_and_padded_with_empty_ones() -> None:
+    staging = Staging([tensor("words", "bytes", 2)])
+    first, second = np.array([[b"a", b"b"]], object), np.array([[b"c", b""]], object)
+    for _ in range(2):
+        [batch] = staging.gather([[first], [second]], [1, 1], 3)
+        assert batch.tolist() == [[b"a", b"b"], [b"c", b""], [b"", b""]]
+        assert [array.tolist() for [array] in split([batch], [0], [1, 1])] == [first.tolist(), second.tolist()]
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(TOKENS), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=3),
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4),

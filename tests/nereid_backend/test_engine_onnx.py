@@ -159,11 +159,23 @@ def test_external_data_that_is_not_there_is_refused_by_name(tmp_path: Path) -> N
         open_session(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("kind", [TensorProto.STRING, TensorProto.COMPLEX64])
-def test_a_tensor_that_is_not_of_numbers_is_refused_by_name(save: Any, kind: int) -> None:
+def test_a_tensor_of_complex_numbers_is_refused_by_name(save: Any) -> None:
+    kind = TensorProto.COMPLEX64
     path = save([("Identity", ["words"], ["y"])], [("words", kind, [1])], [("y", kind, [1])])
-    with pytest.raises(SignatureError, match=r"'words' .*only tensors of numbers are supported|cannot load it"):
+    with pytest.raises(SignatureError, match=r"'words' .*only tensors of numbers and texts|cannot load it"):
         ports(open_session(path))
+
+
+def test_texts_pass_as_bytes_and_must_be_utf8(save: Any) -> None:
+    path = save([("Identity", ["x"], ["y"])], [("x", TensorProto.STRING, ["n"])], [("y", TensorProto.STRING, ["n"])])
+    assert [port.dtype for side in ports(open_session(path)) for port in side] == ["bytes", "bytes"]
+    tensors = [(TensorSpec(name, "bytes", (-1,), 0),) for name in "xy"]
+    engine = OnnxEngine(open_session(path), ModelSpec("texts", "onnx", "onnxruntime_onnx", *tensors, ()))
+    for texts in ([], [b"", b"a\0b", "\u00e4".encode()]):
+        [result] = engine.run([np.array(texts, object)])
+        assert (result.dtype.kind, result.tolist()) == ("O", texts)
+    with pytest.raises(InvalidArgument, match="input 'x' holds a text that is not UTF-8"):
+        engine.run([np.array([b"\xff"], object)])
 
 
 def test_a_sequence_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nereid_backend import dtypes, tensors
+from nereid_backend.errors import BundleError
 from nereid_backend.spec import TensorSpec
 from nereid_backend.tensors import Capsule, TensorAccess
 
@@ -146,6 +148,30 @@ def test_the_numpy_generation_alone_picks_the_way(version: str, way: str) -> Non
     access.writer(TensorSpec("y", "f32", (2,)))(np.zeros(2, np.float32))
     access.reader(TensorSpec("x", "f32", (2,)))(None)
     assert used == [way, way]
+
+
+@pytest.mark.parametrize(
+    ("numpy_version", "server_version", "fits"),
+    [
+        ("1.26.4", "", True),
+        ("2.4.0", "", False),
+        ("2.4.0", "2.51.0", False),
+        ("2.4.0", "2.52.0", True),
+        ("2.4.0", "3.0.0", True),
+    ],
+)
+def test_texts_are_refused_where_they_would_end_the_process(
+    numpy_version: str, server_version: str, fits: bool
+) -> None:
+    texts = TensorSpec("words", "bytes", (-1,))
+    utils = SimpleNamespace(Tensor=lambda _name, array: array, get_input_tensor_by_name=None)
+    access = TensorAccess(utils, numpy_version, server_version)
+    if fits:
+        assert access.writer(texts)([b"a"]) == [b"a"]
+        return
+    for make in (access.reader, access.writer):
+        with pytest.raises(BundleError, match=r"'words' holds texts \(BYTES\), which Triton before 2.52 cannot"):
+            make(texts)
 
 
 def test_a_consumed_export_calls_its_deleter_once(dlpack_take: Callable[[Any], np.ndarray]) -> None:
