@@ -20,6 +20,7 @@ _LOG = logging.getLogger("nereid.service")
 _LOOK_EVERY_S = 0.25
 # A message that is read this fast is nobody's fault.
 _PATIENCE_S = 1.0
+_TRIM_EVERY_S = 5.0
 _STATUS = Path("/proc/self/status")
 
 
@@ -53,20 +54,23 @@ class HalfSent:
 
     async def watch(self, most_bytes: int) -> None:
         """Let this process grow by ``most_bytes``, then end the older half of the calls that wait, again and again."""
-        most_bytes += _anonymous_bytes()
+        base, trimmed = _anonymous_bytes(), 0.0
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if _anonymous_bytes() <= most_bytes:
-                continue
             now = time.monotonic()
+            if _anonymous_bytes() > base + most_bytes // 2 and now > trimmed + _TRIM_EVERY_S:
+                # The allocator keeps what was freed, and calls would be ended for it.
+                await asyncio.to_thread(ctypes.CDLL(None).malloc_trim, 0)
+                trimmed = now
+            if _anonymous_bytes() <= base + most_bytes:
+                continue
             slow = [limit for limit, since in self._waiting.items() if now - since > _PATIENCE_S]
-            if slow:
-                _LOG.warning("callers hold too much memory; %d streams are ended", (len(slow) + 1) // 2)
-            for limit in slow[: (len(slow) + 1) // 2]:
+            ended = slow[: (len(slow) + 1) // 2]
+            for limit in ended:
                 limit.reschedule(asyncio.get_running_loop().time())
-            await asyncio.sleep(_LOOK_EVERY_S)
-            # The allocator keeps what was freed, and we would go on ending calls for it.
-            ctypes.CDLL(None).malloc_trim(0)
+            if ended:
+                _LOG.warning("callers hold too much memory; %d streams are ended", len(ended))
+                trimmed = 0.0
 
 
 def _anonymous_bytes() -> int:

@@ -24,7 +24,7 @@ _NOISE = re.compile(
     r"|GPU metrics will not be available|Failed to initialize NVML|Cannot get CUDA device count|DCGM"
     r"|^unable to create stream for .*CUDA driver version"
     r"|^failed to allocate pinned system memory: no pinned memory pool"
-    r"|^failed to load '|^Signal \(\d+\) received"
+    r"|^failed to load '|^Signal \(\d+\) received|^Exit timeout expired"
 )
 
 

@@ -369,6 +369,7 @@ class TritonServer:
 
     async def stop(self) -> None:
         """SIGTERM, bounded wait, SIGKILL of the group; at once SIGKILL while a load is in progress."""
+        self.find_dead()  # one may have died since anybody looked
         grace_s = _STOP_HANGING_S if self._exit_hangs else _STOP_GRACE_S
         await self._end(grace_s=0 if self._loading else grace_s)
 

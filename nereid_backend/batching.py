@@ -149,9 +149,10 @@ def split(outputs: Sequence[Array], axes: Sequence[int | None], rows: Sequence[i
     ranges = [slice(stop - count, stop) for count, stop in zip(rows, itertools.accumulate(rows), strict=True)]
     parts = []
     for output, axis in zip(outputs, axes, strict=True):
-        before = (slice(None),) * (axis or 0)
-        parts.append([output[(*before, part)] for part in ranges])
-    return [list(request) for request in zip(*parts, strict=True)]
+        rows_first = np.moveaxis(output, axis, 0) if axis else output
+        cut = [rows_first[part] for part in ranges]
+        parts.append([np.moveaxis(array, 0, axis) for array in cut] if axis else cut)
+    return list(map(list, zip(*parts, strict=True)))
 
 
 def _rows(axis: int, start: int, stop: int) -> tuple[slice, ...]:

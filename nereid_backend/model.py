@@ -7,6 +7,7 @@ exactly one response; a failing request never takes its neighbours along.
 from __future__ import annotations
 
 import io
+import operator
 import sys
 import traceback
 from pathlib import Path
@@ -70,13 +71,14 @@ class TritonPythonModel:
         responses: list[Any] = [None] * len(requests)
         accepted: list[int] = []
         inputs: list[list[Array]] = []
+        readers = self._readers
         ask = self._executor.run_s > CANCEL_CHECK_MIN_RUN_S
         for index, request in enumerate(requests):
             try:
                 if ask and request.is_cancelled():
                     responses[index] = failure("the request was cancelled", "CANCELLED")
                     continue
-                inputs.append([read(request) for read in self._readers])
+                inputs.append([read(request) for read in readers])
                 accepted.append(index)
             except Exception as error:  # noqa: BLE001 - one unreadable request must not fail its neighbours
                 responses[index] = self._report(request, error)
@@ -96,7 +98,7 @@ class TritonPythonModel:
         self._engine.close()
 
     def _write_outputs(self, arrays: list[Array]) -> list[Any]:
-        return [write(array) for write, array in zip(self._writers, arrays, strict=True)]
+        return list(map(operator.call, self._writers, arrays))
 
     def _report(self, request: Any, error: BaseException) -> Any:
         """The error response of one request; the log gets the whole story, the client a short text."""

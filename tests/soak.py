@@ -385,8 +385,8 @@ def pulses(served: Served) -> dict[int, Pulse]:
         with suppress(OSError):
             process = Path("/proc") / str(pid)
             rollup = (process / "smaps_rollup").read_text()
-            # Shared memory is counted once, by its files.
-            held = sum(int(rollup.partition(f"\n{name}:")[2].split()[0]) for name in ("Pss_Anon", "Pss_File")) * 1024
+            # Pages of files are shared with whatever else runs here, and shared memory is counted by its files.
+            held = int(rollup.partition("\nAnonymous:")[2].split()[0]) * 1024
             found[pid] = Pulse(role, held, len(list((process / "fd").iterdir())))
     return found
 

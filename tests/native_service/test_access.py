@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from aiohttp import ClientSession, TCPConnector
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2
 
-from native_service import certificates, credentials, envoy_access, roles
+from native_service import certificates, credentials, envoy_access, kserve_http, roles
 from native_service.access_settings import AuthSettings, TlsSettings
 from native_service.credentials import Credentials, TokenRules
 from native_service.envoy_access import Access
@@ -85,6 +86,12 @@ def test_every_method_of_every_protocol_has_a_role() -> None:
     services = [service for file in files for service in file.services_by_name.values()]
     methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     assert set(roles.RPCS) - {"/grpc.health.v1.Health/List"} == methods - {"/grpc.health.v1.Health/List"}
+
+
+def test_a_call_over_http_needs_the_role_of_the_method_it_becomes() -> None:
+    for (method, path), name in kserve_http.ROUTES.items():
+        call = roles.HttpCall(method, re.sub(r"\{\w+\}", "NAME", path))
+        assert roles.HTTP.get(call, Role.ADMIN) == roles.RPCS[f"/inference.GRPCInferenceService/{name}"], call
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (16,)], ids=["native", "service"])

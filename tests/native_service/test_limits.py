@@ -120,7 +120,10 @@ def attacked(fronting: Fronting, spec: Spec, attack: Callable[[str], None], **op
     return met[0]
 
 
-@pytest.mark.parametrize("path", [INFER, STREAM, CHECKPOINT], ids=["native", "stream", "checkpoint"])
+HEALTH = "/grpc.health.v1.Health/Check"  # open to everybody, also where there are keys
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM, CHECKPOINT, HEALTH], ids=["native", "stream", "checkpoint", "health"])
 def test_half_sent_messages_take_a_bounded_memory(
     fronting: Fronting, spec: Spec, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
