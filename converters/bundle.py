@@ -48,6 +48,17 @@ class ModuleFile:
     sizes: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A bundle's files, each read by itself: ``modules`` are the signatures of ``files``, ``weights`` is a header."""
+
+    manifest: Manifest
+    files: tuple[ModuleFile, ...]
+    modules: tuple[Module, ...]
+    weights: BundleWeights
+    notes: tuple[str, ...]
+
+
 def read(
     directory: Path,
     name: str,
@@ -59,15 +70,33 @@ def read(
 
     ``callees`` holds, by name, the models that a meta model may call.
     """
-    code = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
-    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(code))
+    manifest = read_manifest(directory)
     if manifest.kind == "meta":
         return meta.read(directory, name, manifest, callees)
-    if code == [JULIA_HOOKS] and not manifest.has_builtins:
+    prepared = compare(read_parts(directory, manifest, batch_sizes), name, device)
+    return hooks.attach(_with_rows_checked(prepared) if prepared.spec.coalesce else prepared, manifest, directory)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a bundle. Raises ManifestError, or BundleError for hooks that Python cannot run."""
+    code = [file for file in (JULIA_HOOKS, PYTHON_HOOKS) if (directory / file).exists()]
+    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=bool(code))
+    if manifest.kind != "meta" and code == [JULIA_HOOKS] and not manifest.has_builtins:
         raise BundleError(_NO_JULIA)
-    files = find_modules(directory, manifest, batch_sizes)
+    return manifest
+
+
+def read_parts(directory: Path, manifest: Manifest, batch_sizes: BatchSizes = "all") -> Parts:
+    """Read the weights' header and the modules' signatures. Raises a BundleError subclass, EngineMissing."""
+    files = tuple(find_modules(directory, manifest, batch_sizes))
     weights, notes = bundle_weights.in_use(directory, manifest.weights_file)
-    modules = [stablehlo.read_module(file.path) for file in files]
+    modules = tuple(stablehlo.read_module(file.path) for file in files)
+    return Parts(manifest, files, modules, weights, notes)
+
+
+def compare(parts: Parts, name: str, device: str) -> Prepared:
+    """The model that the parts of a bundle make, its hooks left out. Raises SignatureError where they do not agree."""
+    manifest, files, modules, weights = parts.manifest, parts.files, parts.modules, parts.weights
     outputs = tuple(tensor.spec() for tensor in manifest.executable_outputs)
     for file, module in zip(files, modules, strict=True):
         _check_signature(file, module, _inputs(manifest, file.sizes), outputs, weights)
@@ -98,10 +127,8 @@ def read(
     spec = replace(spec, programs=tuple(programs))
     sources: dict[str, Source] = {file.path.name: file.path for file in files}
     sources[DEFAULT_WEIGHTS_FILE] = weights.writer() if weights.needs_transpose else weights.path
-    if batched and not first:
-        notes = (*notes, _SIDEWAYS)
-    prepared = Prepared(spec, sources, notes)
-    return hooks.attach(_with_rows_checked(prepared) if batched else prepared, manifest, directory)
+    notes = (*parts.notes, _SIDEWAYS) if batched and not first else parts.notes
+    return Prepared(spec, sources, notes)
 
 
 _SIDEWAYS = "requests run one by one: Triton batches along the first axis, which is not where this bundle has its rows"
@@ -198,13 +225,7 @@ def _check_signature(
 ) -> None:
     """Compare ``main`` with the manifest and the weights. Raises SignatureError naming the argument."""
     file, size = module_file.path.name, module_file.size
-    expected = len(inputs) + len(weights.argument_order)
-    if len(module.arguments) != expected:
-        raise SignatureError(
-            f"{file}: main takes {len(module.arguments)} arguments, the manifest's {len(inputs)} inputs and "
-            f"{len(weights.argument_order)} weights make {expected}; export the bundle again (a surplus is often a "
-            "random seed lifted into the arguments, a shortfall an unused weight)"
-        )
+    check_arity(file, len(module.arguments), len(inputs), len(weights.argument_order))
     if len(module.results) != len(outputs):
         raise SignatureError(
             f"{file}: main gives {len(module.results)} results, the manifest declares {len(outputs)} outputs"
@@ -215,10 +236,19 @@ def _check_signature(
     for name, dtype, shape, argument in rows:
         if (dtype, shape) != (argument.dtype, argument.shape):
             raise SignatureError(
-                f"{file}: weight {name!r} is {_text(dtype, shape)} in {weights.path.name} "
-                f"({'legacy' if weights.legacy else 'program'} axis order), main expects "
-                f"{_text(argument.dtype, argument.shape)}; the weights belong to another program or layout"
+                f"{file}: weight {name!r} is {_text(dtype, shape)} in {weights.path.name} ({weights.layout}), main "
+                f"expects {_text(argument.dtype, argument.shape)}; the weights belong to another program or layout"
             )
+
+
+def check_arity(file: str, arguments: int, inputs: int, weights: int) -> None:
+    """Raise SignatureError unless ``main`` takes the manifest's inputs and the weights, by their number."""
+    if arguments != inputs + weights:
+        raise SignatureError(
+            f"{file}: main takes {arguments} arguments, the manifest's {inputs} inputs and {weights} weights make "
+            f"{inputs + weights}; export the bundle again (a surplus is often a random seed lifted into the "
+            "arguments, a shortfall an unused weight)"
+        )
 
 
 def _check_tensors(

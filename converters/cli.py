@@ -1,23 +1,23 @@
-"""The commands ``nereid-convert`` (and ``nereid convert``) and ``nereid migrate``.
+"""The commands ``nereid-convert`` (and ``nereid convert``), ``nereid check`` and ``nereid migrate``.
 
 Exit codes: 0 every model was done, 1 at least one was not (the others are), 2 wrong usage.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from converters import isolation
 from converters.backpressure import DEFAULT_CAPACITY
 from nereid_backend import progress
-from nereid_backend.errors import BundleError, NereidError, short_repr
+from nereid_backend.errors import BundleError, NereidError
 
 _LOG = logging.getLogger("nereid.convert")
 
@@ -96,7 +96,34 @@ def command(
         "link": link,
         "force": force,
     }
-    if not all(_each(found, lambda source: _convert(source, output, options))):
+    converted = isolation.each(found, lambda source: _convert(source, output, options), _refuse, in_child=_isolated())
+    if not all([*converted]):  # all of them, also after the first that fails
+        sys.exit(1)
+
+
+@click.command(name="check")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, with tensors, weights and arity.")
+def check(sources: tuple[Path, ...], as_json: bool) -> None:
+    """Say what conversion would refuse, one line a model, without reading weights or running anything.
+
+    A SOURCE that is no model itself stands for the models directly below it. Exit code 1: at least one is refused.
+    """
+    from converters.check import check_all, one_line
+    from converters.discover import passed_over
+
+    signal.signal(signal.SIGTERM, _leave)
+    found = [model for source in sources for model in _found(source)]
+    accepted = True
+    for report in check_all(found, in_child=_isolated()):
+        accepted &= report.problem is None
+        click.echo(json.dumps(report.to_json()) if as_json else report.line)
+        for note in report.notes if not as_json else ():
+            click.echo(one_line(f"note: {report.path}: {note}"), err=True)
+    for source in sources:
+        for path, why in passed_over(source):
+            click.echo(one_line(f"note: {path}: is passed over: {why}"), err=True)
+    if not accepted:
         sys.exit(1)
 
 
@@ -125,58 +152,9 @@ def _migrate(source: Path, *, copy: bool) -> bool:
     try:
         done = migration.migrate(source, replace=not copy)
     except NereidError as error:
-        click.echo(f"error: {source}: {error}", err=True)
-        return False
+        return _refuse(source, str(error))
     click.echo(f"{source}: {done}")
     return True
-
-
-def _each(sources: Sequence[Path], work: Callable[[Path], bool]) -> list[bool]:
-    """``work`` on each source, in a child process of a command that asks for it (``ISOLATED``).
-
-    Damaged files can make a library abort its process (MLIR does): then that one fails, and a new child goes on.
-    """
-    if click.get_current_context().find_root().obj != ISOLATED:
-        return [work(source) for source in sources]
-    results: list[bool] = []
-    while len(results) < len(sources):
-        part, how = _in_child(sources[len(results) :], work)
-        results += part
-        if how is not None:
-            source = sources[len(results)]
-            why = "it is damaged, or too large for this machine"
-            click.echo(f"error: {source}: reading it ended the converter ({how}); {why}", err=True)
-            results.append(False)
-    return results
-
-
-def _in_child(sources: Sequence[Path], work: Callable[[Path], bool]) -> tuple[list[bool], str | None]:
-    """The results up to where the child ended, and what ended it before all were done."""
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()  # no engine has been imported yet, and the threads of numpy outlive a fork
-    if child == 0:
-        os.close(reader)
-        try:
-            for source in sources:
-                os.write(writer, b"1" if work(source) else b"0")
-            sys.stdout.flush()
-        except BaseException as error:  # noqa: BLE001 - the edge of this process
-            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
-        os._exit(0)
-    os.close(writer)
-    try:
-        with os.fdopen(reader, "rb") as done:
-            results = [result == ord("1") for result in done.read()]
-    except BaseException:
-        os.kill(child, signal.SIGTERM)
-        raise
-    finally:
-        _, status = os.waitpid(child, 0)
-    if len(results) == len(sources):
-        return results, None
-    code = os.waitstatus_to_exitcode(status)
-    return results, f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
@@ -186,13 +164,8 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     try:
         with progress.told(_LOG, f"converting {source}", at_start=False):
             prepared = convert(source, output, **options)
-    except NereidError as error:
-        click.echo(f"error: {source}: {error}", err=True)
-        return False
     except Exception as error:  # noqa: BLE001 - the edge of the command: one model, one line, the others go on
-        what = f"{type(error).__name__}: {short_repr(str(error))}"
-        click.echo(f"error: {source}: {what} (please report it)", err=True)
-        return False
+        return _refuse(source, isolation.problem_of(error))
     spec = prepared.spec
     dynamic = f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
     sizes = ", ".join(map(str, spec.batch_sizes)) or dynamic
@@ -201,6 +174,15 @@ def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
     for note in prepared.notes:
         click.echo(f"note: {source}: {note}", err=True)
     return True
+
+
+def _refuse(source: Path, problem: str) -> bool:
+    click.echo(f"error: {source}: {problem}", err=True)
+    return False
+
+
+def _isolated() -> bool:
+    return click.get_current_context().find_root().obj == ISOLATED  # type: ignore[no-any-return]
 
 
 def _found(source: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from converters import backpressure, bundle, discover, folder, kinds, meta, repository, saved_model
 from converters.artifact import serve_as_is
 from converters.bundle import BatchSizes
-from converters.manifest import MANIFEST_FILE
+from converters.kinds import FileKind
 from converters.prepared import Prepared
 from converters.saved_model import DEFAULT_SIGNATURE
 from converters.script import DEFAULT_CHILDREN
@@ -46,11 +46,8 @@ def prepare(
     """
     parse_device(device)
     name = model_name(source) if name is None else name
-    repository.check_name(name)
-    if not source.exists():
-        raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or {_FILES}")
-    _refuse_special_files(source)
-    is_bundle = source.is_dir() and (source / MANIFEST_FILE).exists() and backend is None
+    check_source(source, name)
+    is_bundle = discover.is_bundle(source) and backend is None
     if max_batch_size is not None and source.is_dir():
         raise BundleError("--max-batch-size applies to a bare file; a bundle or folder declares its own")
     if batch_sizes != "all" and not is_bundle:
@@ -64,10 +61,23 @@ def prepare(
     opening = kinds.Opening(device, allow_code, signature)
     if source.is_dir():
         return folder.read(source, name, opening, backend, children=children)
+    artifact = kinds.read(file_kind(source), source, opening)
+    return serve_as_is(artifact, name, device, max_batch_size)
+
+
+def check_source(source: Path, name: str) -> None:
+    """Raise BundleError where ``source`` is not there or cannot be opened, or a model cannot be called ``name``."""
+    repository.check_name(name)
+    if not source.exists():
+        raise BundleError(f"{source} does not exist; give a bundle, a nereid folder or {_FILES}")
+    _refuse_special_files(source)
+
+
+def file_kind(source: Path) -> FileKind:
+    """The kind of a bare model file. Raises BundleError."""
     if (kind := kinds.kind_of(source)) is None:
         raise BundleError(f"{source.name} is a file; give a bundle, a nereid folder or {_FILES}")
-    artifact = kinds.read(kind, source, opening)
-    return serve_as_is(artifact, name, device, max_batch_size)
+    return kind
 
 
 def _refuse_special_files(source: Path) -> None:

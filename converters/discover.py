@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from converters import manifest as manifests
 from converters.contract import CONTRACT_FILE
-from converters.folder import detectors
-from converters.kinds import FILE_KINDS
+from converters.folder import detectors, half_made
+from converters.kinds import FILE_KINDS, kind_of
 from converters.manifest import MANIFEST_FILE
 from nereid_backend.errors import ManifestError
 
 _LOG = logging.getLogger("nereid.convert")
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether ``path`` is meant as a bundle."""
+    return path.is_dir() and (path / MANIFEST_FILE).exists()
 
 
 def is_model(path: Path) -> bool:
@@ -44,6 +50,21 @@ def _is_readable_model(entry: Path) -> bool:
     except PermissionError:  # the lost+found of a mounted volume, a folder of somebody else
         _LOG.warning("%s is passed over: it may not be read", entry)
         return False
+
+
+def passed_over(path: Path) -> list[tuple[Path, str]]:
+    """What looks like a model in the folder ``path`` and yet is not found there, and why; nothing in a model."""
+    if not path.is_dir() or is_model(path):
+        return []
+    reasons = {}
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith(".") or not os.access(entry, os.R_OK) or is_model(entry):
+            continue
+        if entry.is_dir():
+            reasons[entry] = half_made(entry)
+        elif (kind := kind_of(entry)) is not None:
+            reasons[entry] = f"a {kind.name} file is converted by its own name only"
+    return [(entry, reason) for entry, reason in reasons.items() if reason is not None]
 
 
 def calls_of(source: Path) -> tuple[str, ...] | None:

@@ -7,12 +7,13 @@ nereid.yaml picks one when several match.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from converters import contract as contracts
 from converters import kinds, saved_model, script
 from converters.artifact import serve_under
-from converters.contract import CONTRACT_FILE
+from converters.contract import CONTRACT_FILE, Contract
 from converters.kinds import FileKind, Opening, file_kinds
 from converters.prepared import Prepared
 from converters.script import DEFAULT_CHILDREN
@@ -20,6 +21,16 @@ from nereid_backend.errors import BundleError
 from nereid_backend.scripts import CPP, PYTHON
 
 ALIASES = {"rust": "torch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """A nereid folder before its model is opened; ``kind`` and ``file`` are None for scripts and SavedModels."""
+
+    backend: str
+    contract: Contract
+    kind: FileKind | None = None
+    file: Path | None = None
 
 
 def _has(*names: str) -> Callable[[Path], bool]:
@@ -74,6 +85,14 @@ def detect(folder: Path, backend: str | None = None) -> str:
     return found[0]
 
 
+def half_made(folder: Path) -> str | None:
+    """What a folder lacks that holds files of a model and yet is none; None for one that holds no such file."""
+    holds = (folder / "main.py").exists() or any(
+        kind.matches(path) for path in folder.iterdir() for kind in file_kinds()
+    )
+    return _missing(folder) if holds else None
+
+
 def _missing(folder: Path) -> str:
     """What would make the folder one of ours, as near as its files tell."""
     if (folder / "main.py").exists():
@@ -86,7 +105,8 @@ def _missing(folder: Path) -> str:
         )
     models = sorted(path.name for path in folder.iterdir() if any(kind.matches(path) for kind in file_kinds()))
     if models:
-        return f"{models[0]} needs {CONTRACT_FILE} beside it"
+        bundle = " (or manifest.yaml, as a bundle)" if models[0].endswith(".mlir") else ""
+        return f"{models[0]} needs {CONTRACT_FILE} beside it{bundle}"
     return f"it holds no model file and no {CONTRACT_FILE}"
 
 
@@ -97,23 +117,32 @@ def read(
 
     Raises BundleError subclasses, EngineMissing.
     """
+    found = recognize(folder, backend)
+    contract = found.contract
+    if found.backend in (PYTHON, CPP):
+        return script.read(folder, name, opening.device, found.backend, contract, children)
+    if found.kind is None or found.file is None:
+        kinds.ask_for_code(saved_model.FILE, saved_model.RUNS_CODE, opening)
+        artifact = saved_model.read(folder, opening.signature)
+    else:
+        artifact = kinds.read(found.kind, found.file, opening)
+    return serve_under(artifact, name, opening.device, contract)
+
+
+def recognize(folder: Path, backend: str | None = None) -> Recognized:
+    """What a nereid folder is and declares, without opening its model. Raises BundleError subclasses."""
     found = detect(folder, backend)
     kind = next((kind for kind in file_kinds() if kind.name == found), None)
     if kind is None and found not in ("tensorflow", PYTHON, CPP):
         raise BundleError(f"{found} folders are not supported; export the model as .onnx or as a StableHLO bundle")
     contract = contracts.read(folder / CONTRACT_FILE)
     if found in (PYTHON, CPP):
-        return script.read(folder, name, opening.device, found, contract, children)
+        return Recognized(found, contract)
     if contract.script_keys:
         raise BundleError(f"{CONTRACT_FILE}: {contract.script_keys[0]} is for script folders, this is a {found} folder")
     if not contract.inputs:
         raise BundleError(f"{CONTRACT_FILE}: a {found} model needs a declared input")
-    if kind is None:
-        kinds.ask_for_code(saved_model.FILE, "TensorFlow runs it while it is converted", opening)
-        artifact = saved_model.read(folder, opening.signature)
-    else:
-        artifact = kinds.read(kind, _only_file(folder, kind), opening)
-    return serve_under(artifact, name, opening.device, contract)
+    return Recognized(found, contract, kind, None if kind is None else _only_file(folder, kind))
 
 
 def _only_file(folder: Path, kind: FileKind) -> Path:

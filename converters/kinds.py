@@ -31,7 +31,7 @@ class FileKind:
 
     ``runs_code``: what in the file runs when it is opened, None for data. ``stands_alone``: a bare file is a model that
     is found in a folder of models; any file may be named on the command line. ``holds``: what else must be true of a
-    file whose ending has other uses.
+    file whose ending has other uses. ``no_weights``: all that opening it reads is its program.
     """
 
     name: str
@@ -40,6 +40,7 @@ class FileKind:
     stands_alone: bool = True
     runs_code: str | None = None
     holds: Callable[[Path], bool] | None = None
+    no_weights: bool = False
 
     def matches(self, path: Path) -> bool:
         named = path.name.endswith(self.suffixes) and path.name not in self.suffixes
@@ -79,7 +80,7 @@ FILE_KINDS: tuple[FileKind, ...] = (
         stands_alone=False,
         runs_code="a pickle runs whatever its author wrote while it is read",
     ),
-    FileKind("stablehlo", (".mlir",), lambda path, _: jax_files.read_module(path)),
+    FileKind("stablehlo", (".mlir",), lambda path, _: jax_files.read_module(path), no_weights=True),
 )
 
 
@@ -114,10 +115,12 @@ def read(kind: FileKind, path: Path, opening: Opening) -> Artifact:
 def ask_for_code(name: str, what: str, opening: Opening) -> None:
     """Raise BundleError unless code in the model may run."""
     if not opening.allow_code:
-        raise BundleError(
-            f"{name}: {what}; if you trust it, convert with --allow-code (in nereid.yaml: options: "
-            "{allow_code: true})"
-        )
+        raise BundleError(needs_consent(name, what))
+
+
+def needs_consent(name: str, what: str) -> str:
+    """How to allow code in the model to run."""
+    return f"{name}: {what}; if you trust it, convert with --allow-code (in nereid.yaml: options: {{allow_code: true}})"
 
 
 def _of_engine(path: Path, name: str) -> Artifact:

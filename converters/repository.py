@@ -104,6 +104,12 @@ def config_text(spec: ModelSpec, most_waiting: int | None = None) -> str:
     return text
 
 
+def check(prepared: Prepared) -> None:
+    """Raise RepositoryError for a model that Triton's configuration cannot describe; nothing is written."""
+    for part in (*prepared.stages, prepared):
+        config_text(part.spec, part.most_waiting)
+
+
 def _model_py(spec: ModelSpec) -> str:
     if spec.script is not None:
         return SCRIPT_MODEL_PY

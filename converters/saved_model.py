@@ -22,6 +22,7 @@ from nereid_backend.spec import VARIABLE, TensorSpec
 
 EXTRA = "tensorflow"
 FILE = "saved_model.pb"
+RUNS_CODE = "TensorFlow runs it while it is converted"
 DEFAULT_SIGNATURE = "serving_default"
 _TAG = "serve"
 _OPSET = 17

@@ -36,21 +36,31 @@ _TOLD_LINES = 5
 
 def read(folder: Path, name: str, device: str, kind: str, contract: Contract, children: int) -> Prepared:
     """Read a script folder of ``kind`` python or cpp. Raises BundleError."""
-    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    preload: tuple[str, ...] = ()
+    spec, files = inspect(folder, name, device, kind, contract, children)
     if kind == PYTHON:
-        tree = _parsed(folder / MAIN_FILE)
         environment.prepare(folder)
-        preload = _imports(tree, folder) if contract.warm else ()
     else:
-        if contract.warm:
-            raise BundleError(f"{CONTRACT_FILE}: warm is for main.py; a C++ program starts in a millisecond")
         files[PROGRAM_FILE] = _built(folder, files)
     program = MAIN_FILE if kind == PYTHON else PROGRAM_FILE
     note = f"{program} runs as a program of this user for every request; serve only folders you trust"
     sources: dict[str, Source] = {f"{SCRIPT_FOLDER}/{relative}": path for relative, path in files.items()}
+    return Prepared(spec, sources, (note,))
+
+
+def inspect(
+    folder: Path, name: str, device: str, kind: str, contract: Contract, children: int = DEFAULT_CHILDREN
+) -> tuple[ModelSpec, dict[str, Path]]:
+    """What a script folder serves, and its files by their paths in it; nothing is built. Raises BundleError."""
+    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    preload: tuple[str, ...] = ()
+    if kind == PYTHON:
+        tree = _parsed(folder / MAIN_FILE)
+        environment.check(folder)
+        preload = _imports(tree, folder) if contract.warm else ()
+    elif contract.warm:
+        raise BundleError(f"{CONTRACT_FILE}: warm is for main.py; a C++ program starts in a millisecond")
     script = Script(children, contract.time_limit_s or _DEFAULT_TIME_LIMIT_S, contract.flat, preload)
-    return Prepared(_spec(name, device, kind, contract, script), sources, (note,))
+    return _spec(name, device, kind, contract, script), files
 
 
 def _spec(name: str, device: str, kind: str, contract: Contract, script: Script) -> ModelSpec:

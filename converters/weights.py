@@ -82,6 +82,16 @@ class BundleWeights:
     origin: Origin | None = None
 
     @property
+    def layout(self) -> str:
+        """In words, how the file's shapes are to be read."""
+        return f"{'legacy' if self.legacy else 'program'} axis order"
+
+    @property
+    def size_bytes(self) -> int:
+        shapes = zip(self.dtypes, self.shapes, strict=True)
+        return sum(dtypes.by_token(dtype).size_bytes * math.prod(shape) for dtype, shape in shapes)
+
+    @property
     def needs_transpose(self) -> bool:
         return self.legacy and any(len(shape) > 1 for shape in self.shapes)
 

@@ -67,6 +67,11 @@ def child_variables(server: Mapping[str, str], python: Path | None) -> dict[str,
     return passed
 
 
+def check(folder: Path) -> None:
+    """Raise BundleError unless the requirements of ``folder`` can be read; nothing is built."""
+    _requirements(folder, REQUIREMENTS_FILE, set())
+
+
 def prepare(folder: Path) -> Path:
     """The interpreter of the environment that ``folder`` asks for, after building it when it is not there.
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from converters import bundle, folder, manifest, repository
+from converters.check import check, check_all
 from converters.kinds import Opening
 from nereid_backend import dtypes
 from nereid_backend.batching import Staging, padded_size, split
@@ -145,3 +146,23 @@ def test_queued_rows_share_one_dispatch_as_upstream() -> None:
     spec = ModelSpec("m", "e", "p", (x,), (y,), (Program("a", 1), Program("b", 4)), max_batch_size=4, coalesce=True)
     results = Executor(spec, Times()).run([[np.array(rows, np.float32)] for rows in case["requests"]])
     assert ([r[0].tolist() for r in results], len(dispatches)) == (case["responses"], case["dispatches"])
+
+
+def test_check_accepts_every_bundle_that_runs_and_tells_what_the_upstream_one_lacks() -> None:
+    pytest.importorskip("jax")
+    reports = list(check_all(sorted(path for path in BUNDLES.iterdir() if path.is_dir()), in_child=False))
+    assert {report.name: report.problem for report in reports} == dict.fromkeys(
+        ("affine_legacy", "affine_xla", "fixed_buffer_count", "pool_variants", "scale4")
+    )
+    arities = {r.name: (r.arity.expected, len(r.arity.modules), r.arity.servable) for r in reports if r.arity}
+    assert arities == {
+        "affine_legacy": (3, 2, True),
+        "affine_xla": (3, 2, True),
+        "fixed_buffer_count": (2, 1, True),
+        "pool_variants": (2, 4, True),
+        "scale4": (2, 1, True),
+    }
+    layouts = {r.name: r.weights.layout.partition(" ")[0] for r in reports if r.weights}
+    assert (layouts["affine_legacy"], layouts["affine_xla"]) == ("legacy", "program")
+    without_program = check(FIXTURES / "reactant" / "upstream" / "scale4")
+    assert str(without_program.problem).startswith("there is neither model.mlir nor model.b{N}.mlir")
