@@ -140,7 +140,8 @@ def test_a_call_without_room_in_shared_memory_may_come_back(
         def full(*_: Any) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+        room = Limits(max_buffered_bytes=2 * 4 * WIDE + 4096)  # of one call and its messages
+        async with serving(spec(dims=(WIDE,)), limits=room, region_prefix=PREFIX) as service:
             values = np.ones((1, WIDE), "<f4")
             with monkeypatch.context() as patched:
                 patched.setattr(os, missing, full)
