@@ -199,7 +199,7 @@ async def running(
         )
         native = NativeServer(handlers, [spec.name for spec in specs], limits.max_request_bytes)
         port = await native.start("127.0.0.1:0")
-        await native.set_serving(True)
+        native.set_serving(True)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 yield Service(triton, native, channel, refusals, inference.half_sent)
