@@ -141,6 +141,9 @@ class NereidService:
                     given_back = held.enter_context(ExitStack())
                     given_back.callback(self.budget.give_back, size)
                     region = places[name] = regions.create(size)
+                    if region is None:
+                        given_back.close()
+                        continue
                     held.callback(regions.release, region, given_back.pop_all().close)
                     await region.allocate()
             yield places
