@@ -24,6 +24,7 @@ UNARY, ASSISTED, STREAM, CHECKPOINT = SURFACES = "unary", "assisted", "stream", 
 _ERRORS = frozenset({"INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS"})
 _LONGEST_TEXT = 500
 _FROM_SERVICE = "via_upstream"
+_CLIENT_WENT = ("downstream_remote_disconnect", "http2.remote_reset")
 _NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
 
 
@@ -73,7 +74,7 @@ def of_envoy(line: str) -> Failure | None:
         cluster, status = str(said["cluster"] or ""), said["status"]
         if cluster == SERVICE and said["details"] == _FROM_SERVICE:
             return None
-        if status is None:
+        if status is None or str(said["details"]).startswith(_CLIENT_WENT):
             return None  # the client went first
         return Failure(
             model_of_cluster(cluster) or "",

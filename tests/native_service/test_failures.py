@@ -40,6 +40,7 @@ OWN_ANSWER = {"cluster": "service", "details": "overflow", "trailer": None, "id"
         ),
         ({"cluster": "service"}, None),  # told by our service
         ({"status": None}, None),  # the client went first
+        ({"status": 2, "details": "http2.remote_reset", "trailer": None}, None),
     ],
 )  # fmt: skip
 def test_a_line_of_envoy_is_a_failure(changes: dict[str, Any], expected: Failure | None) -> None:
