@@ -51,6 +51,7 @@ FAILED_CALLS = "failed"
 FAILURE_FIELDS = {
     "cluster": "%UPSTREAM_CLUSTER%",
     "status": "%GRPC_STATUS_NUMBER%",
+    "http_status": "%RESPONSE_CODE%",
     "header": "%RESP(grpc-message):600%",
     "trailer": "%TRAILER(grpc-message):600%",
     "details": "%RESPONSE_CODE_DETAILS%",
@@ -63,6 +64,8 @@ FAILURE_FIELDS = {
 _ROUTES, _HTTP, _HTTP_INFER = "public", "http", "http_infer"
 _UNIX = "unix:"
 SERVICE = "service"
+OWN_CLUSTERS = (SERVICE, _HTTP, _HTTP_INFER)
+"""Where this process answers, which tells of what it refuses."""
 _MOST_SERVICE_CALLS = 10_000
 _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
@@ -71,7 +74,7 @@ _CONNECT_TIMEOUT_S = 2
 _MOST_HTTP_CONNECTIONS, _HTTP_ANSWER_S, _HTTP_IDLE_S, _HTTP_BUFFER_BYTES = 256, 15, 60, 1024 * 1024
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024
-_CONTENT_TOO_LARGE = 413  # HTTP's
+_BAD_REQUEST, _CONTENT_TOO_LARGE = 400, 413  # HTTP's
 _MOST_FRAMES = 1_000_000
 _SERVICE_WINDOW, _SMALLEST_CONNECTION_WINDOW = 1024 * 1024, 256 * 1024 * 1024
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
@@ -314,6 +317,7 @@ def _http_listener(
         "codec_type": "HTTP1",
         "common_http_protocol_options": {"idle_timeout": f"{_HTTP_IDLE_S}s"},
         "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
+        "access_log": [_http_failure_line()],
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
         **more,
     }
@@ -472,9 +476,18 @@ def _failure_count() -> Json:
 
 def _failure_line() -> Json:
     """Prints what ``native_service.failures`` reads of each call that did not end with OK; nothing of the others."""
+    return _line({"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}})
+
+
+def _http_failure_line() -> Json:
+    """The same of a request over HTTP."""
+    comparison = {"op": "GE", "value": {"default_value": _BAD_REQUEST, "runtime_key": "unused"}}
+    return _line({"status_code_filter": {"comparison": comparison}})
+
+
+def _line(failed: Json) -> Json:
     text = _TYPE + "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
     config = {"@type": text, "log_format": {"json_format": FAILURE_FIELDS}}
-    failed = {"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}}
     return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
 
 

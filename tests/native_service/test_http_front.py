@@ -9,6 +9,7 @@ import json
 import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -301,7 +302,9 @@ def test_each_path_needs_the_role_of_the_call_that_it_means() -> None:
         assert role is roles.RPCS[f"/{KSERVE}/{method}"], path
 
 
-def test_callers_over_http_need_a_key_with_the_role(fronting: Fronting, spec: Spec) -> None:
+def test_callers_over_http_need_a_key_with_the_role(
+    fronting: Fronting, spec: Spec, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         keys = {hashlib.sha256(name.encode()).hexdigest(): role for name, role in roles.NAMES.items()}
         access = Access(credentials=Credentials(keys))
@@ -316,6 +319,13 @@ def test_callers_over_http_need_a_key_with_the_role(fronting: Fronting, spec: Sp
                 assert answer.status == 200
             async with client.post("/v2/systemsharedmemory/unregister", headers={"x-api-key": "inference"}) as answer:
                 assert answer.status == 403
+
+            async def is_told() -> bool:
+                return len(told(caplog)) == 10
+
+            await until(is_told)
+            codes = Counter(its["code"] for its in told(caplog))
+            assert codes == {"UNAUTHENTICATED": 6, "PERMISSION_DENIED": 4}
 
     asyncio.run(scenario())
 
