@@ -249,10 +249,11 @@ HEADER = {
 
 @MANY
 @given(
-    manifest=made_up.altered(MANIFEST, 2).map(yaml.safe_dump)
+    manifest=st.just(yaml.safe_dump(MANIFEST))
+    | made_up.altered(MANIFEST, 2).map(yaml.safe_dump)
     | made_up.damaged(yaml.safe_dump(MANIFEST), ["nereid", "n", "-1", "[", "meta", ": "]),
-    header=made_up.altered(HEADER, 2) | st.just(HEADER),
-    short=st.sampled_from([0, 0, 1]),
+    header=st.just(HEADER) | st.just(HEADER) | made_up.altered(HEADER, 2),
+    short=st.sampled_from([0, 0, 0, 1]),
     missing=st.sampled_from([None, None, None, "model.b1.mlir", "weights.safetensors"]),
 )
 def test_made_up_bundles_are_refused_in_the_words_of_conversion(
