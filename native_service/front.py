@@ -1,4 +1,7 @@
-"""The public address: Envoy, and behind it our gRPC server for what Triton cannot answer by itself."""
+"""The public address: Envoy, and behind it our gRPC server for what Triton cannot answer by itself.
+
+Where ``server.http_infer_addr`` is set our HTTP server stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +76,10 @@ class Front:
     async def start(
         self, models: Sequence[Admitted], server: ServerSettings, control: ModelControl | None = None
     ) -> Address:
-        """Serve ``models`` on ``server.bind``; the address with its real port. ``control``: what callers may do.
+        """Serve ``models`` on the addresses of ``server``; gives ``server.bind`` with its real port.
 
-        Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason for anything else.
+        ``control``: what callers may do. Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason
+        for anything else.
         """
         self._specs, limits = [model.spec for model in models], server.limits
         specs = self._specs
@@ -223,7 +227,10 @@ class Front:
         self._envoy.read_certificates_again()
 
     def set_limits(self, limits: Limits) -> None:
-        """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""
+        """Bound Checkpoint calls, and calls over HTTP, that begin from now on by ``limits``.
+
+        ``max_request_bytes``, and what Envoy may hold, stay as they are.
+        """
         if self._native is not None:
             self._native.set_limits(limits)
         if self._http_inference is not None:
