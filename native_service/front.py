@@ -10,8 +10,6 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
-
 from native_service import certificates
 from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
@@ -21,6 +19,7 @@ from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.kserve_http import HttpInference
+from native_service.local_channel import open_channel
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.regions import Regions
@@ -35,14 +34,6 @@ from nereid_backend.spec import ModelSpec
 _DRAIN_S = 10.0
 # Of the largest: what our server holds while it answers is no attack.
 _REQUESTS_AT_ONCE = 4
-_CHANNEL: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # Envoy is back within a fraction of a second after its death; gRPC's own back-off begins at one second.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 
 
 class Front:
@@ -83,7 +74,7 @@ class Front:
         """
         self._specs, limits = [model.spec for model in models], server.limits
         specs = self._specs
-        channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
+        channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
         inference.time_limits_s = _time_limits_s(models)
