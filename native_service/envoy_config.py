@@ -146,6 +146,7 @@ def _base(settings: EnvoySettings) -> Json:
     return {
         "node": {"id": "nereid", "cluster": "nereid"},
         "stats_flush_interval": "1s",
+        "layered_runtime": {"layers": [{"name": "nereid", "static_layer": envoy_limits.RUNTIME}]},
         "admin": {"address": {"pipe": {"path": ADMIN_SOCKET, "mode": 0o600}}, "ignore_global_conn_limit": True},
         "overload_manager": envoy_limits.overload_manager(settings.max_message_bytes, settings.max_buffered_bytes),
     }

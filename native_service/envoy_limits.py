@@ -35,6 +35,12 @@ PUBLIC: Json = {
     "stream_flush_timeout": f"{_UNREAD_S}s",
 }
 """For the connection manager of the public address."""
+RUNTIME: Json = {
+    # By itself Envoy closes a connection of which most calls were cut within a second, with all others on it: short
+    # deadlines look like that, or many callers behind one proxy.
+    "overload.premature_reset_total_stream_count": 2**31,
+}
+"""Envoy's own settings."""
 
 
 def overload_manager(max_message_bytes: int, max_buffered_bytes: int) -> Json:

@@ -29,6 +29,7 @@ FAILED_CALLS = "failed"
 FAILURE_FIELDS = {
     "cluster": "%UPSTREAM_CLUSTER%",
     "status": "%GRPC_STATUS_NUMBER%",
+    "http_status": "%RESPONSE_CODE%",
     "header": "%RESP(grpc-message):600%",
     "trailer": "%TRAILER(grpc-message):600%",
     "details": "%RESPONSE_CODE_DETAILS%",
@@ -47,7 +48,7 @@ _MOST_FAILURE_COUNTERS = 100_000
 # A stream without a byte in either direction for so long is given up; a running model sends none.
 _IDLE_S = 24 * 3600
 _MOST_HTTP_CONNECTIONS = 256
-_CONTENT_TOO_LARGE = 413  # HTTP's
+_BAD_REQUEST, _CONTENT_TOO_LARGE = 400, 413  # HTTP's
 _MOST_FRAMES = 1_000_000
 
 _TYPE = "type.googleapis.com/"
@@ -110,6 +111,7 @@ def _http_listener(
         "codec_type": "HTTP1",
         "common_http_protocol_options": {"idle_timeout": f"{HTTP_IDLE_S}s"},
         "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
+        "access_log": [_http_failure_line()],
         "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
         **more,
     }
@@ -254,9 +256,18 @@ def _failure_count() -> Json:
 
 def _failure_line() -> Json:
     """Prints what ``native_service.failures`` reads of each call that did not end with OK; nothing of the others."""
+    return _line({"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}})
+
+
+def _http_failure_line() -> Json:
+    """The same of a request over HTTP."""
+    comparison = {"op": "GE", "value": {"default_value": _BAD_REQUEST, "runtime_key": "unused"}}
+    return _line({"status_code_filter": {"comparison": comparison}})
+
+
+def _line(failed: Json) -> Json:
     text = _TYPE + "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
     config = {"@type": text, "log_format": {"json_format": FAILURE_FIELDS}}
-    failed = {"grpc_status_filter": {"statuses": ["OK", "CANCELED"], "exclude": True}}
     return {"name": "envoy.access_loggers.stdout", "filter": failed, "typed_config": config}
 
 

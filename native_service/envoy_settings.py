@@ -23,6 +23,8 @@ PUBLIC, HTTP, HTTP_INFER = "public", "http", "http_infer"
 """Names of listeners and of their routes; of the two for HTTP also of their clusters."""
 SERVICE = "service"
 """The cluster of our own gRPC service."""
+OWN_CLUSTERS = (SERVICE, HTTP, HTTP_INFER)
+"""Where this process answers, which tells of what it refuses."""
 
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
 _FRAMING_BYTES = 64 * 1024

@@ -112,13 +112,13 @@ class Front:
             http_infer=server.http_infer,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
-        await service.set_serving(True)
+        service.set_serving(True)
         bound = await self._envoy.start(self._triton.addresses.grpc, models)
         if (tls := self._access.tls) is not None:
             following = certificates.follow(tls, self._envoy.read_certificates_again)
             self._ending.callback(asyncio.create_task(following).cancel)
         # The first thing at the end: probes learn of it while calls are still taken.
-        self._ending.push_async_callback(service.set_serving, False)
+        self._ending.callback(service.set_serving, False)
         return bound
 
     async def is_answering(self) -> bool:
@@ -194,7 +194,7 @@ class Front:
             self._specs = specs
             self._tell(specs)
             self._inference.calls.set_models([spec.name for spec in specs])
-        await self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
+        self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:

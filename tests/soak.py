@@ -306,11 +306,19 @@ class Soak:
             await asyncio.sleep(0.05)
         if self._in_flight:
             self.findings.blame(f"{self._in_flight} calls do not end")
+        await self._fill()
         await self._permits_are_back()
         await asyncio.sleep(2)
         self.findings.pulses.append(pulses(self._served))
         self.findings.regions.append(shared_memory(self._served))
         self._gate.set()
+
+    async def _fill(self) -> None:
+        """As many of the largest calls as are taken at once: at every pause a process has held what it ever may."""
+        values = self._values((2, LARGE_FLOATS))
+        for _ in range(3):
+            calls = (self._patient.client.infer("large", values) for _ in range(CAPACITIES["large"]))
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _permits_are_back(self) -> None:
         admin = EnvoyAdmin(f"/proc/{self._envoy()}/cwd/{ADMIN_SOCKET}")

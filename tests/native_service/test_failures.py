@@ -12,6 +12,7 @@ from native_service.failures import Failure, of_envoy, tell
 LINE: dict[str, Any] = {
     "cluster": "model_m",
     "status": 3,
+    "http_status": 200,
     "header": None,
     "trailer": "unexpected%20input%0A",
     "details": "via_upstream",
@@ -38,8 +39,18 @@ OWN_ANSWER = {"cluster": "service", "details": "overflow", "trailer": None, "id"
             {**OWN_ANSWER, "path": "/a/stranger-s word", "cluster": None},
             Failure("", "another call", "UNAVAILABLE", "overflow", "from-envoy", 0.012),
         ),
+        (
+            {**OWN_ANSWER, "status": None, "http_status": 401, "cluster": "http_infer", "path": "/v2/models/m/infer"},
+            Failure("", "assisted", "UNAUTHENTICATED", "overflow", "from-envoy", 0.012),
+        ),
+        (
+            {**OWN_ANSWER, "status": None, "http_status": 503, "cluster": "http", "path": "/metrics"},
+            Failure("", "another call", "UNAVAILABLE", "overflow", "from-envoy", 0.012),
+        ),
         ({"cluster": "service"}, None),  # told by our service
+        ({"cluster": "http_infer", "status": None, "http_status": 400}, None),
         ({"status": None}, None),  # the client went first
+        ({"status": 2, "details": "http2.remote_reset", "trailer": None}, None),
     ],
 )  # fmt: skip
 def test_a_line_of_envoy_is_a_failure(changes: dict[str, Any], expected: Failure | None) -> None:

@@ -202,6 +202,20 @@ def test_a_little_that_unpacks_to_a_lot_is_refused(fronting: Fronting, spec: Spe
     asyncio.run(scenario())
 
 
+def test_calls_that_are_cut_short_leave_the_others_of_their_connection_alone(fronting: Fronting, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=1000) as service:
+            service.triton.behave = service.triton.never
+            patient = infer(service.channel)
+            for _ in range(6):
+                cut = [infer(service.channel, timeout=0.2) for _ in range(100)]
+                assert {call[0] for call in [await status(call) for call in cut]} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            assert not patient.done()
+            patient.cancel()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("request_", "code"),
     [

