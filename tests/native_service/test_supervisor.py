@@ -172,6 +172,7 @@ def test_sighup_adds_what_is_new_in_the_folder_and_ends_nothing(nereid: Nereid) 
         return [model["name"] for model in json.loads(nereid.ask(asked))]
 
     nereid.until(lambda: names() == ["a", "b"])
+    nereid.ask(nereid.command("reload"))  # waits for its turn: the first one has told everything by then
     nereid.process.send_signal(signal.SIGTERM)
     code, _, err = nereid.end()
     assert (code, "model 'b' added" in err) == (0, True)
