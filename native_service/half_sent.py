@@ -91,8 +91,9 @@ class HalfSent:
 
 
 def _anonymous_bytes() -> int:
-    """The memory of this process that is not files and not shared."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """The memory of this process that is not files and not shared; 0 when it cannot be told."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:  # too many open files, say
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
