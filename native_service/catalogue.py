@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from native_service.conversion import Converted, Converter, Source
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.front import Front
 from native_service.kserve_grpc import VERSION, ModelControl
 from native_service.run_directory import RunDirectory

@@ -1,6 +1,6 @@
 """One line of the log for each call that failed, wherever it ended: in our service, or between Envoy and Triton.
 
-Envoy prints a line of JSON about the latter (``envoy_config.FAILURE_FIELDS``).
+Envoy prints a line of JSON about the latter (``envoy_listeners.FAILURE_FIELDS``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from native_service.envoy_config import OWN_CLUSTERS, model_of_cluster
+from native_service.envoy_settings import OWN_CLUSTERS, model_of_cluster
 from nereid_backend.errors import short_repr
 
 _LOG = logging.getLogger("nereid.calls")

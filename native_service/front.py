@@ -12,8 +12,8 @@ import grpc
 from native_service import certificates
 from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_config import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
+from native_service.envoy_settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from native_service import envoy_install, metrics
 from native_service.envoy_access import OPEN, Access
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.front import Front
 from native_service.grpc_edge import Inference
 from native_service.half_sent import HalfSent
