@@ -88,7 +88,8 @@ class Front:
         native = NereidService(specs, inference, limits, scripts, regions)
         self._native, self._services = native, (kserve, native)
         room = limits.max_buffered_bytes + _REQUESTS_AT_ONCE * limits.max_request_bytes
-        self._ending.callback(asyncio.create_task(inference.half_sent.watch(room)).cancel)
+        watching = inference.half_sent.watch(room, lambda: native.budget.is_crowded)
+        self._ending.callback(asyncio.create_task(watching).cancel)
         inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
