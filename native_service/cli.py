@@ -21,6 +21,7 @@ _STDERR = 2
 _ELSEWHERE = {
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
     "doctor": ("native_service.doctor", "doctor", "Check this machine and say what to do about it."),
+    "export": ("converters.exporters.command", "export", "Write a model of a Python file as a bundle."),
     "infer": ("native_service.infer_command", "infer", "Run a model of a running server on arrays from files."),
     "models": ("native_service.server_commands", "models", "List the models of a running server."),
     "reload": ("native_service.server_commands", "reload", "Let a running server read its settings again."),
