@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from native_service.conversion import Converted, Converter, Source
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.front import Front
 from native_service.kserve_grpc import VERSION, ModelControl
 from native_service.run_directory import RunDirectory
@@ -71,7 +71,8 @@ class Catalogue:
         self._front: Front | None = None
         self._served: dict[str, ServedModel] = {}
         self._public: dict[str, Admitted] = {}
-        self._told: list[Admitted] = []
+        # What the front has taken; None when it may hold a part of what it refused.
+        self._told: list[Admitted] | None = []
         self.conversion_s: dict[str, float] = {}
         """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
         self.load_s: dict[str, float] = {}
@@ -99,8 +100,8 @@ class Catalogue:
 
     async def open(self, front: Front, server: ServerSettings, control: ModelControl | None) -> Address:
         """Open the public address for what has been loaded; ``front`` is told of every change from then on."""
-        self._told = self._admitted(self._served)
-        address = await front.start(self._told, server, control)
+        self._told = admitted = self._admitted(self._served)
+        address = await front.start(admitted, server, control)
         self._front = front
         return address
 
@@ -267,6 +268,7 @@ class Catalogue:
         # Before the address is open there is nobody to tell.
         admitted = self._admitted(served)
         if self._front is not None and admitted != self._told:
+            self._told = None
             await self._front.set_models(admitted)
             self._told = admitted
 

@@ -227,7 +227,11 @@ class CheckpointReader:
                 f" got at least {upload.held_bytes + len(chunk.data)}"
             )
         self._budget.take(len(chunk.data))
-        upload.append(chunk.data)
+        try:
+            upload.append(chunk.data)
+        except ResourceExhausted:
+            self._budget.give_back(len(chunk.data))
+            raise
         upload.ended = chunk.end_of_tensor
 
     def _begin_tensor(

@@ -11,7 +11,8 @@ from itertools import chain
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
-from native_service.envoy_config import FAILED_CALLS, model_of_cluster
+from native_service.envoy_listeners import FAILED_CALLS
+from native_service.envoy_settings import model_of_cluster
 from nereid_backend.errors import EnvoyUnavailable
 
 _TIMEOUT_S = 2.0

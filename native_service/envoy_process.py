@@ -18,7 +18,18 @@ from pathlib import Path
 from native_service import envoy_access, envoy_config, huge_pages, processes
 from native_service.envoy_access import Access
 from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_config import Admitted, EnvoySettings, Json
+from native_service.envoy_settings import (
+    ADMIN_SOCKET,
+    CLUSTERS_FILE,
+    DYNAMIC_FOLDER,
+    HTTP_INFER_ROUTES_FILE,
+    HTTP_ROUTES_FILE,
+    INNER_SOCKET,
+    ROUTES_FILE,
+    Admitted,
+    EnvoySettings,
+    Json,
+)
 from native_service.failures import of_envoy, tell
 from native_service.restarts import Tries
 from native_service.roles import Role
@@ -44,10 +55,10 @@ _LINE = re.compile(r"^\[(\w+)\] (.*)$")
 _RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
 _PUBLIC_CALLS = r"^http\.(public|http_infer)\.downstream_(cx|rq)_active$"
 _READS = {
-    envoy_config.CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
-    envoy_config.ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
-    envoy_config.HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
-    envoy_config.HTTP_INFER_ROUTES_FILE: r"^http\.http_infer\.rds\.http_infer\.update_(success|rejected)$",
+    CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
+    ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
+    HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
+    HTTP_INFER_ROUTES_FILE: r"^http\.http_infer\.rds\.http_infer\.update_(success|rejected)$",
 }
 
 
@@ -112,9 +123,9 @@ class EnvoyServer:
 
         Raises SettingsError for a taken port, EnvoyUnavailable with the reason for anything else.
         """
-        (self._folder / envoy_config.DYNAMIC_FOLDER).mkdir(exist_ok=True)
+        (self._folder / DYNAMIC_FOLDER).mkdir(exist_ok=True)
         self._write_secrets()
-        self._admin = EnvoyAdmin(f"{self._short_folder}/{envoy_config.ADMIN_SOCKET}")
+        self._admin = EnvoyAdmin(f"{self._short_folder}/{ADMIN_SOCKET}")
         await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
@@ -122,8 +133,8 @@ class EnvoyServer:
             limits = (self._max_message_bytes, self._max_buffered_bytes)
             settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer)
             await self._validate(settings, models)
-            self._write(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
-            self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
+            self._write(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
+            self._write(ROUTES_FILE, envoy_config.routes_file(settings, models))
             self._write_http_routes(settings)
             (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
             try:
@@ -165,10 +176,8 @@ class EnvoyServer:
             except EnvoyUnavailable:
                 # Also an Envoy that has died half-way, and reads the files when it is started again.
                 coming = [model for model in models if model.spec.name not in {old.spec.name for old in self._models}]
-                self._write(
-                    envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*self._models, *coming])
-                )
-                self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
+                self._write(CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*self._models, *coming]))
+                self._write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
                 raise
             self._models = list(models)
 
@@ -186,13 +195,13 @@ class EnvoyServer:
             try:
                 await self._replace_routes(settings)
             except EnvoyUnavailable:
-                self._write(envoy_config.ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
+                self._write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
                 self._write_http_routes(self._settings)
                 raise
             self._settings, self._access = settings, access
 
     async def _replace_routes(self, settings: EnvoySettings) -> None:
-        await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, self._models))
+        await self._replace(ROUTES_FILE, envoy_config.routes_file(settings, self._models))
         for file, content in envoy_config.http_routes_files(settings).items():
             await self._replace(file, content)
 
@@ -204,11 +213,11 @@ class EnvoyServer:
         staying = {model.spec.name for model in models}
         going = [model for model in self._models if model.spec.name not in staying]
         # A route may only name clusters that are there: they come before it and go after it.
-        await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, [*models, *going]))
-        await self._replace(envoy_config.ROUTES_FILE, envoy_config.routes_file(settings, models))
+        await self._replace(CLUSTERS_FILE, envoy_config.clusters_file(settings, [*models, *going]))
+        await self._replace(ROUTES_FILE, envoy_config.routes_file(settings, models))
         if going:
             await self._until_back({model.spec.name for model in going})
-            await self._replace(envoy_config.CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
+            await self._replace(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
 
     async def _until_back(self, models: Collection[str]) -> None:
         """Wait until no call holds a permit of ``models``, which no route leads to any more."""
@@ -283,7 +292,7 @@ class EnvoyServer:
     async def _launch(self) -> None:
         """Return once the address is open. Raises EnvoyUnavailable with the reason."""
         self._complaints.clear()
-        for name in (envoy_config.ADMIN_SOCKET, envoy_config.INNER_SOCKET):
+        for name in (ADMIN_SOCKET, INNER_SOCKET):
             (self._folder / name).unlink(missing_ok=True)
         workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         command = [
@@ -405,7 +414,7 @@ class EnvoyServer:
     def _write(self, file: str, content: Json) -> None:
         beside = self._folder / file
         beside.write_text(json.dumps(content))
-        beside.replace(self._folder / envoy_config.DYNAMIC_FOLDER / file)
+        beside.replace(self._folder / DYNAMIC_FOLDER / file)
 
 
 def _with_port(address: Address) -> Address:

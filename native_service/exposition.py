@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from native_service.calls import SECONDS, Calls
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.failures import UNARY
 from native_service.metrics import Failed, with_failures
 from native_service.script_calls import Counts, with_script_counts

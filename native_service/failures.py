@@ -1,6 +1,6 @@
 """One line of the log for each call that failed, wherever it ended: in our service, or between Envoy and Triton.
 
-Envoy prints a line of JSON about the latter (``envoy_config.FAILURE_FIELDS``).
+Envoy prints a line of JSON about the latter (``envoy_listeners.FAILURE_FIELDS``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from native_service.envoy_config import SERVICE, model_of_cluster
+from native_service.envoy_settings import OWN_CLUSTERS, model_of_cluster
 from nereid_backend.errors import short_repr
 
 _LOG = logging.getLogger("nereid.calls")
@@ -26,6 +26,16 @@ _LONGEST_TEXT = 500
 _FROM_SERVICE = "via_upstream"
 _CLIENT_WENT = ("downstream_remote_disconnect", "http2.remote_reset")
 _NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
+# What Envoy itself answers over HTTP; its other words are about the request, or about who is behind it.
+_HTTP_NAMES = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    408: "DEADLINE_EXCEEDED",
+    413: "RESOURCE_EXHAUSTED",
+    431: "RESOURCE_EXHAUSTED",
+    504: "DEADLINE_EXCEEDED",
+}
+_BAD_REQUEST, _SERVER_ERROR = 400, 500
 
 
 class Failure(NamedTuple):
@@ -71,21 +81,25 @@ def of_envoy(line: str) -> Failure | None:
     """What Envoy says in ``line``; None when our service has told of that call itself, or when it is no such line."""
     try:
         said: dict[str, Any] = json.loads(line)
-        cluster, status = str(said["cluster"] or ""), said["status"]
-        if cluster == SERVICE and said["details"] == _FROM_SERVICE:
+        cluster, status, http_status = str(said["cluster"] or ""), said["status"], int(said["http_status"] or 0)
+        if cluster in OWN_CLUSTERS and said["details"] == _FROM_SERVICE:
             return None
-        if status is None or str(said["details"]).startswith(_CLIENT_WENT):
+        if (status is None and http_status < _BAD_REQUEST) or str(said["details"]).startswith(_CLIENT_WENT):
             return None  # the client went first
         return Failure(
             model_of_cluster(cluster) or "",
             _surface(str(said["path"])),
-            _NAMES.get(status, "UNKNOWN"),
+            _of_http(http_status) if status is None else _NAMES.get(status, "UNKNOWN"),
             unquote(str(said["header"] or said["trailer"] or said["details"] or "")),
             _text(said["id"]) or str(said["request_id"] or "-"),
             float(said["ms"]) / 1000,
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+def _of_http(status: int) -> str:
+    return _HTTP_NAMES.get(status, "INVALID_ARGUMENT" if status < _SERVER_ERROR else "UNAVAILABLE")
 
 
 def _text(metadata: str) -> str:
@@ -97,4 +111,6 @@ def _text(metadata: str) -> str:
 def _surface(path: str) -> str:
     # Anything else is the caller's word, and not to be counted by.
     method = path.rpartition("/")[2]
-    return {"ModelInfer": UNARY, "ModelStreamInfer": STREAM, "Checkpoint": CHECKPOINT}.get(method, "another call")
+    return {"ModelInfer": UNARY, "infer": ASSISTED, "ModelStreamInfer": STREAM, "Checkpoint": CHECKPOINT}.get(
+        method, "another call"
+    )

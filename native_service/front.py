@@ -12,8 +12,8 @@ import grpc
 from native_service import certificates
 from native_service.envoy_access import OPEN, Access
 from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_config import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.envoy_process import EnvoyServer
+from native_service.envoy_settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
 from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
@@ -117,13 +117,13 @@ class Front:
             http_infer=server.http_infer,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
-        await service.set_serving(True)
+        service.set_serving(True)
         bound = await self._envoy.start(self._triton.addresses.grpc, models)
         if (tls := self._access.tls) is not None:
             following = certificates.follow(tls, self._envoy.read_certificates_again)
             self._ending.callback(asyncio.create_task(following).cancel)
         # The first thing at the end: probes learn of it while calls are still taken.
-        self._ending.push_async_callback(service.set_serving, False)
+        self._ending.callback(service.set_serving, False)
         return bound
 
     async def is_answering(self) -> bool:
@@ -199,7 +199,7 @@ class Front:
             self._specs = specs
             self._tell(specs)
             self._inference.calls.set_models([spec.name for spec in specs])
-        await self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
+        self._server.set_models([spec.name for spec in specs], self._inference.away, complete=not self._lacks)
 
     def _tell(self, specs: Sequence[ModelSpec]) -> None:
         for service in self._services:

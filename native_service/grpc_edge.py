@@ -12,8 +12,9 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from native_service.calls import Calls
-from native_service.envoy_config import RETRY_AFTER_S, model_cluster
+from native_service.envoy_listeners import RETRY_AFTER_S
 from native_service.envoy_scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE
+from native_service.envoy_settings import model_cluster
 from native_service.half_sent import HalfSent
 from native_service.metrics import Refusals
 from native_service.triton_errors import status_of

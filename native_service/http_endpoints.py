@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.exposition import Counted, Loads, exposition
 from nereid_backend.errors import EnvoyUnavailable
 

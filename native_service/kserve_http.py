@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -18,12 +20,15 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
 from native_service.body_codings import Decoder, accepted_coding, encode
+from native_service.calls import sent_id
 from native_service.checkpoint import Budget
+from native_service.failures import ASSISTED, Failure, tell
 from native_service.grpc_edge import Told, told
 from native_service.http_endpoints import is_not_about_bad_bytes
 from native_service.kserve_grpc import KServeService
 from native_service.kserve_json import parse_object, read_infer, set_field, set_parameters, to_json, write_infer
 from native_service.settings import Limits
+from native_service.triton_errors import status_of
 from nereid_backend.errors import InvalidArgument, NereidError, OverLimit, short_repr
 
 _LOG = logging.getLogger("nereid.http-infer")
@@ -143,12 +148,13 @@ class HttpInference:
         request_type = getattr(pb, f"{method}Request")
 
         async def answer(request: web.Request) -> web.Response:
-            body = bytearray()
-            async for chunk in request.content.iter_any():
-                body += chunk
-                self._check_json(len(body))
-            message = request_type()
-            _fill(message, request.match_info, parse_object(bytes(body)))
+            with _failure_told(method, request):
+                body = bytearray()
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    self._check_json(len(body))
+                message = request_type()
+                _fill(message, request.match_info, parse_object(bytes(body)))
             return _shown(method, await self._service.call(method, message, _Context(request)))
 
         return answer
@@ -157,17 +163,17 @@ class HttpInference:
         model, version = request.match_info["model"], request.match_info.get("version", "")
         held = _Held(self._budget)
         try:
-            with self._service.refused(model):
+            with _failure_told(ASSISTED, request), self._service.refused(model):
                 body = memoryview(await self._body(request, held))
                 text, tensors = _cut(body, request.headers.get(HEADER_LENGTH))
                 self._check_json(len(text))
                 asked = await _beside(len(body), read_infer, model, version, text, tensors)
             del body, text, tensors
             response = await self._service.call("ModelInfer", asked.message, _Context(request))
-            held.take(sum(map(len, response.raw_output_contents)))
-            most = self._limits.max_message_bytes
-            size = response.ByteSize()
-            text, tensors = await _beside(size, write_infer, response, asked, most)
+            size, most = response.ByteSize(), self._limits.max_message_bytes
+            with _failure_told(ASSISTED, request):
+                held.take(sum(map(len, response.raw_output_contents)))
+                text, tensors = await _beside(size, write_infer, response, asked, most)
             coding = accepted_coding(request.headers.get("Accept-Encoding", ""))
             headers = {"Content-Type": "application/json"}
             if tensors:
@@ -209,6 +215,18 @@ class HttpInference:
                 f"the JSON of a request is over the limit of this server, {limit} bytes"
                 " (server.limits.max_message_bytes); send tensors as binary data"
             )
+
+
+@contextmanager
+def _failure_told(surface: str, request: web.Request) -> Iterator[None]:
+    """Writes the line of a call that fails inside, which is before or after our service has it."""
+    begun = time.monotonic()
+    try:
+        yield
+    except NereidError as error:
+        model, request_id = request.match_info.get("model", ""), sent_id(_Context(request))
+        tell(Failure(model, surface, *status_of(error), request_id, time.monotonic() - begun))
+        raise
 
 
 class _Held:

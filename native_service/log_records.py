@@ -54,6 +54,11 @@ SECRETS = Secrets()
 """Those of this process. Whoever reads one says so here."""
 
 
+def visible(text: str) -> str:
+    """``text`` with the characters that steer a terminal written out, but for tabs and ends of lines."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 class TextFormatter(logging.Formatter):
     """One line; further ones, as of a traceback, are indented."""
 
@@ -64,7 +69,7 @@ class TextFormatter(logging.Formatter):
         # Callers choose a part of many messages: what they send must not look like a line of its own, nor steer a
         # terminal.
         text = super().format(record).replace("\n", "\n    ")
-        return SECRETS.masked(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text))
+        return SECRETS.masked(visible(text))
 
 
 class JsonFormatter(logging.Formatter):

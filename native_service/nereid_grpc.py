@@ -8,13 +8,13 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2
 
 from native_service.calls import Call
 from native_service.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_chunks
 from native_service.envoy_scripts import KSERVE
 from native_service.failures import CHECKPOINT
 from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, unary
+from native_service.health import Health, Status
 from native_service.infer_messages import Tensor, read_outputs
 from native_service.proto import inference_pb2
 from native_service.regions import SHARED_FROM_BYTES, Region, Regions
@@ -141,6 +141,9 @@ class NereidService:
                     given_back = held.enter_context(ExitStack())
                     given_back.callback(self.budget.give_back, size)
                     region = places[name] = regions.create(size)
+                    if region is None:
+                        given_back.close()
+                        continue
                     held.callback(regions.release, region, given_back.pop_all().close)
                     await region.allocate()
             yield places
@@ -191,8 +194,8 @@ class NativeServer:
         self._models = tuple(models)
         self._away: Collection[str] = ()
         self._complete = True
-        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
-        self._health = health.aio.HealthServicer()
+        self._status: int = Status.NOT_SERVING
+        self._health = Health()
         self._server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
@@ -202,7 +205,7 @@ class NativeServer:
             )
         )
         self._server.add_generic_rpc_handlers(tuple(handlers))
-        self._server.add_generic_rpc_handlers((self._health_handler(),))
+        self._server.add_generic_rpc_handlers((self._health.handler,))
 
     async def start(self, target: str) -> int:
         """Listen on ``target`` (``unix:/path`` or ``127.0.0.1:0``); the port, 1 for a socket of the file system."""
@@ -210,48 +213,28 @@ class NativeServer:
         await self._server.start()
         return port
 
-    def _health_handler(self) -> Any:
-        """Not the library's own, which logs a traceback for bytes that are no message: anybody may ask."""
-        request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
-
-        async def check(data: bytes, context: Any) -> Any:
-            async with errors_told(context):
-                return await self._health.Check(parsed(request, data), context)
-
-        async def watch(data: bytes, context: Any) -> None:
-            async with errors_told(context):
-                await self._health.Watch(parsed(request, data), context)
-
-        serializer = response.SerializeToString
-        methods = {
-            "Check": grpc.unary_unary_rpc_method_handler(check, response_serializer=serializer),
-            "Watch": grpc.unary_stream_rpc_method_handler(watch, response_serializer=serializer),
-        }
-        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
-
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 says for the server, the services and every model."""
-        answers = health_pb2.HealthCheckResponse
-        self._status = answers.SERVING if serving else answers.NOT_SERVING
-        await self._tell(("", SERVICE, KSERVE, *self._models))
+        self._status = Status.SERVING if serving else Status.NOT_SERVING
+        self._tell(("", SERVICE, KSERVE, *self._models))
 
-    async def set_models(self, models: Sequence[str], away: Collection[str], *, complete: bool) -> None:
+    def set_models(self, models: Sequence[str], away: Collection[str], *, complete: bool) -> None:
         """The models health is told for, ``away`` those that cannot answer at the moment.
 
         The server as a whole, health's empty name, serves while it is ``complete``. A model that went is
         SERVICE_UNKNOWN to those who watch it.
         """
         for name in set(self._models) - set(models):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            self._health.set(name, Status.SERVICE_UNKNOWN)
         self._models, self._away, self._complete = tuple(models), away, complete
-        await self._tell(("", *models))
+        self._tell(("", *models))
 
-    async def _tell(self, names: Sequence[str]) -> None:
+    def _tell(self, names: Sequence[str]) -> None:
         for name in names:
             away = name in self._away if name else not self._complete
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING if away else self._status)
+            self._health.set(name, Status.NOT_SERVING if away else self._status)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish within ``grace_s``, cut the rest."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await self._server.stop(grace_s)

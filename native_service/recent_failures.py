@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from native_service.log_records import SECRETS
+from native_service.log_records import SECRETS, visible
 
 _MOST, _LONGEST = 10, 500
 
@@ -23,6 +23,8 @@ class RecentFailures(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._kept.append((record.created, SECRETS.masked(record.getMessage())[:_LONGEST]))
+            # Callers choose a part of it, and a terminal shows it.
+            text = visible(record.getMessage().replace("\n", " "))
+            self._kept.append((record.created, SECRETS.masked(text)[:_LONGEST]))
         except Exception:  # noqa: BLE001 - a record that cannot be formatted; what logging's own handlers do
             self.handleError(record)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ _LOG = logging.getLogger("nereid.service")
 SHARED_FROM_BYTES = 1024 * 1024
 _ALLOCATED_AT_ONCE = 8 * 1024 * 1024
 _NAME_BYTES = 16
+# Each takes a descriptor of this process, which also accepts calls, looks after Triton and starts it again.
+_SHARE_OF_DESCRIPTORS = 4
 # Memory is held a quarter longer than needed at most, and a second.
 _FIRST_POLL_S, _POLL_GROWTH, _LONGEST_POLL_S = 0.002, 1.25, 1.0
 
@@ -90,13 +93,22 @@ class Regions:
         """``prefix`` of the files' names: the run directory removes what a killed process leaves."""
         self._prefix, self._triton = prefix, triton
         self._leaving: set[asyncio.Task[None]] = set()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most, self._open = descriptors // _SHARE_OF_DESCRIPTORS, 0
 
-    def create(self, size_bytes: int) -> Region:
-        """A region of this process alone. Raises ResourceExhausted."""
+    def create(self, size_bytes: int) -> Region | None:
+        """A region of this process alone; None when calls hold so many that the tensor has to do without.
+
+        Raises ResourceExhausted.
+        """
+        if self._open >= self._most >= 0:
+            return None
         try:
-            return Region(f"{self._prefix}call-{secrets.token_hex(_NAME_BYTES)}", size_bytes)
+            region = Region(f"{self._prefix}call-{secrets.token_hex(_NAME_BYTES)}", size_bytes)
         except OSError as error:
             raise _no_room(error) from None
+        self._open += 1
+        return region
 
     async def share(self, regions: Sequence[Region]) -> None:
         """Let Triton use ``regions``. Raises grpc.aio.AioRpcError or TritonUnavailable."""
@@ -111,7 +123,7 @@ class Regions:
     def release(self, region: Region, then: Callable[[], None] = lambda: None) -> None:
         """Give ``region`` back to the system, and call ``then``, once Triton has ended with it."""
         if region.registration is None:
-            region.close()
+            self._close(region)
             then()
             return
         leaving = asyncio.create_task(self._take_back(region, region.registration, then))
@@ -135,8 +147,12 @@ class Regions:
             # With a Triton that has ended its maps are gone as well.
             _LOG.debug("Triton was not told that a region is given back: %s", error)
         finally:
-            region.close()
+            self._close(region)
             then()
+
+    def _close(self, region: Region) -> None:
+        self._open -= 1
+        region.close()
 
 
 def _no_room(error: OSError) -> ResourceExhausted:

@@ -52,13 +52,19 @@ class SharedMemory:
         if not 0 < len(name) <= _LONGEST_NAME:
             raise InvalidArgument(f"a region's name has 1 to {_LONGEST_NAME} characters, got {short_repr(name)}")
         identity = _check_object(request.key, request.offset, request.byte_size)
+        # To its end also when the caller goes: what Triton has is counted here.
+        registering = asyncio.ensure_future(self._register(request, identity))
+        registering.add_done_callback(_not_waited_for)
+        return await asyncio.shield(registering)
+
+    async def _register(self, request: Any, identity: tuple[int, int]) -> Any:
         async with self._registering:
             if len(self._regions) >= _MOST_REGIONS:
                 await self._forget_abandoned()
             if len(self._regions) >= _MOST_REGIONS:
                 raise OverLimit(f"{_MOST_REGIONS} regions are registered, more are not taken; unregister some")
             answer = await self._ask("SystemSharedMemoryRegister", request)
-            self._regions[name] = _Region(request.key, request.byte_size, identity)
+            self._regions[request.name] = _Region(request.key, request.byte_size, identity)
             return answer
 
     async def unregister(self, request: Any, _context: Any) -> Any:
@@ -124,10 +130,11 @@ class SharedMemory:
         return True
 
     async def _forget_abandoned(self) -> None:
-        """Let go the regions whose object is gone: their clients have ended."""
+        """Let go the regions whose object is gone, as far as no call uses them: their clients have ended."""
         for name, region in list(self._regions.items()):
-            if _identity(region.key) != region.identity:
-                await self._let_go(name)
+            gone = _identity(region.key) != region.identity
+            if gone and await self._unregistered(name) and self._regions.get(name) is region:
+                del self._regions[name]
 
 
 def uses_region(request: Any) -> bool:
@@ -161,6 +168,11 @@ def _check_object(key: str, offset: int, byte_size: int) -> tuple[int, int]:
     if not stat.S_ISREG(found.st_mode) or not byte_size or offset + byte_size > found.st_size:
         raise InvalidArgument(f"{byte_size} bytes at {offset} are not in {short_repr(key)} of {found.st_size} bytes")
     return found.st_dev, found.st_ino
+
+
+def _not_waited_for(registering: asyncio.Future[Any]) -> None:
+    if not registering.cancelled():
+        registering.exception()  # its caller may have gone
 
 
 def _identity(key: str) -> tuple[int, int] | None:

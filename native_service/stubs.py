@@ -19,6 +19,8 @@ _PROC = Path("/proc")
 _GRACE_S = 2.0
 # A process that runs nothing beats every two seconds, unless something holds its interpreter or it has been stopped.
 _SILENT_S = 30.0
+# Who looks so much later than before stood still itself, and with it maybe the whole container (docker pause).
+_STOOD_STILL_S = 15.0
 
 
 def stubs_of(server: int, model: Path) -> set[int]:
@@ -79,6 +81,7 @@ class StubRecord:
         self._instances: dict[str, int] = {}
         self._dead: set[str] = set()
         self._hung: set[int] = set()
+        self._looked_ns, self._awake_since_ns = time.monotonic_ns(), 0
 
     def take_note(self, server: int, model: str, before: set[int]) -> None:
         """``model`` has been loaded; ``before`` are its processes from before the load.
@@ -133,9 +136,14 @@ class StubRecord:
         hung: dict[int, str] = {}
         if self._pulses is None:
             return hung
+        now = time.monotonic_ns()
+        if now - self._looked_ns > _STOOD_STILL_S * 1e9:
+            self._awake_since_ns = now
+        self._looked_ns = now
         for model, running in self._processes.items():
             for pid in running.keys() - self._hung:
-                if reason := _why_hung(pulse.read(self._pulses / str(pid)), limits.get(model)):
+                last = pulse.read(self._pulses / str(pid))
+                if reason := _why_hung(last, limits.get(model), self._awake_since_ns):
                     hung[pid] = f"model {model!r}: {reason}; its process is killed"
         self._hung |= hung.keys()
         return hung
@@ -144,12 +152,12 @@ class StubRecord:
         return {pid: regions_of(pid, self._prefix) for pid in pids}
 
 
-def _why_hung(last: Pulse | None, limit_s: float | None) -> str:
-    """Why a process that told ``last`` will not answer any more; empty when it may."""
+def _why_hung(last: Pulse | None, limit_s: float | None, since_ns: int) -> str:
+    """Why a process that told ``last`` will not answer any more, by the time since ``since_ns``; empty when it may."""
     now = time.monotonic_ns()
     if last is None:
         return ""
     if last.busy_since_ns:
-        over = limit_s is not None and now - last.busy_since_ns > (limit_s + _GRACE_S) * 1e9
+        over = limit_s is not None and now - max(last.busy_since_ns, since_ns) > (limit_s + _GRACE_S) * 1e9
         return f"a run goes on past its time limit of {limit_s:g} s" if over else ""
-    return f"it gave no sign of life for {_SILENT_S:g} s" if now - last.beat_ns > _SILENT_S * 1e9 else ""
+    return f"it gave no sign of life for {_SILENT_S:g} s" if now - max(last.beat_ns, since_ns) > _SILENT_S * 1e9 else ""

@@ -17,7 +17,7 @@ from native_service import embedded_triton, envoy_access, envoy_install, orphans
 from native_service.catalogue import Catalogue
 from native_service.control_channel import ControlChannel
 from native_service.conversion import Converter
-from native_service.envoy_config import HTTP_SOCKET
+from native_service.envoy_settings import HTTP_SOCKET
 from native_service.exposition import Loads
 from native_service.front import Front
 from native_service.hangup import Hangup

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from native_service import envoy_install, metrics
 from native_service.envoy_access import OPEN, Access
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.front import Front
 from native_service.grpc_edge import Inference
 from native_service.half_sent import HalfSent
@@ -199,7 +199,7 @@ async def running(
         )
         native = NativeServer(handlers, [spec.name for spec in specs], limits.max_request_bytes)
         port = await native.start("127.0.0.1:0")
-        await native.set_serving(True)
+        native.set_serving(True)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 yield Service(triton, native, channel, refusals, inference.half_sent)
@@ -268,19 +268,24 @@ async def fronted(
 
 
 class FakeFront:
-    """What a catalogue asks of the front: keeps the capacity of each model it was told to serve, or refuses to."""
+    """What a catalogue asks of the front: keeps the capacity of each model it was told to serve, or refuses to.
+
+    ``asked`` is of the last it was told, taken or not: the real one keeps a part of what it could not do.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
+        self.asked: dict[str, int] = {}
         self.refuses = False
 
     async def start(self, models: Sequence[Admitted], _server: Any, _control: Any) -> None:
         await self.set_models(models)
 
     async def set_models(self, models: Sequence[Admitted]) -> None:
+        self.asked = {model.spec.name: model.capacity for model in models}
         if self.refuses:
             raise EnvoyUnavailable("no such luck")
-        self.models = {model.spec.name: model.capacity for model in models}
+        self.models = self.asked
 
 
 @pytest.fixture

@@ -113,6 +113,17 @@ def test_what_the_front_refuses_is_undone(shelf: Shelf) -> None:
     shelf.remove("refused")
 
 
+def test_a_front_that_refused_is_told_again_what_holds(shelf: Shelf, triton: Any) -> None:
+    shelf.put("told", 1)
+    shelf.front.refuses = True
+    with pytest.raises(EnvoyUnavailable):
+        shelf.put("told", 1, capacity=2)
+    shelf.front.refuses = False
+    triton._do(shelf.catalogue.route_dead())
+    assert shelf.front.asked == {"told": 1}
+    shelf.remove("told")
+
+
 def test_a_swap_that_memory_has_no_room_for_is_refused(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

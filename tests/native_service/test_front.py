@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
 from native_service import envoy_process, front
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.errors import EnvoyUnavailable, SettingsError

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
 from native_service.calls import Calls
-from native_service.envoy_config import Admitted
+from native_service.envoy_settings import Admitted
 from native_service.exposition import Counted, Loads
 from native_service.http_endpoints import HttpEndpoints
 from native_service.metrics import Failed

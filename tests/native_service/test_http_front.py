@@ -9,6 +9,7 @@ import json
 import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -70,6 +71,11 @@ async def outputs(client: Any, path: str = INFER, **request: Any) -> Any:
     async with client.post(path, **request) as answer:
         assert answer.status == 200, await answer.text()
         return (await answer.json())["outputs"]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """What the log says of each call that failed."""
+    return [record.__dict__["fields"] for record in caplog.records if record.name == "nereid.calls"]
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -160,7 +166,9 @@ def test_bodies_may_be_compressed_both_ways(
     asyncio.run(scenario())
 
 
-def test_what_is_over_a_limit_is_refused_by_its_name(fronting: Fronting, spec: Spec) -> None:
+def test_what_is_over_a_limit_is_refused_by_its_name(
+    fronting: Fronting, spec: Spec, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         limits = Limits(max_request_bytes=4 * MIB, max_message_bytes=MIB)
         async with fronting(spec(dims=(-1,)), limits=limits) as service, session(service) as client:
@@ -183,6 +191,7 @@ def test_what_is_over_a_limit_is_refused_by_its_name(fronting: Fronting, spec: S
             status, text = await refused(client, **request)
             assert (status, "too large for JSON" in text) == (413, True)
             assert await outputs(client, json=body())
+            assert [fields["code"] for fields in told(caplog)] == ["RESOURCE_EXHAUSTED"] * 4
 
     asyncio.run(scenario())
 
@@ -239,7 +248,9 @@ BAD = {
 }
 
 
-def test_bad_requests_are_told_what_is_wrong_and_harm_nobody(fronting: Fronting, spec: Spec) -> None:
+def test_bad_requests_are_told_what_is_wrong_and_harm_nobody(
+    fronting: Fronting, spec: Spec, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with fronting(spec()) as service, session(service) as client:
             for what, (sent, said) in BAD.items():
@@ -256,6 +267,11 @@ def test_bad_requests_are_told_what_is_wrong_and_harm_nobody(fronting: Fronting,
             assert not service.triton.requests
             assert await outputs(client, json=body())
             assert (await service.failures())["adder", "OTHER"] == len(BAD) + 9
+            lines = told(caplog)
+            assert {(its["model"], its["surface"], its["code"]) for its in lines} == {
+                ("adder", "assisted", "INVALID_ARGUMENT")
+            }
+            assert len({its["request_id"] for its in lines}) == len(lines) == len(BAD) + 9
 
     asyncio.run(scenario())
 
@@ -286,7 +302,9 @@ def test_each_path_needs_the_role_of_the_call_that_it_means() -> None:
         assert role is roles.RPCS[f"/{KSERVE}/{method}"], path
 
 
-def test_callers_over_http_need_a_key_with_the_role(fronting: Fronting, spec: Spec) -> None:
+def test_callers_over_http_need_a_key_with_the_role(
+    fronting: Fronting, spec: Spec, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         keys = {hashlib.sha256(name.encode()).hexdigest(): role for name, role in roles.NAMES.items()}
         access = Access(credentials=Credentials(keys))
@@ -301,6 +319,13 @@ def test_callers_over_http_need_a_key_with_the_role(fronting: Fronting, spec: Sp
                 assert answer.status == 200
             async with client.post("/v2/systemsharedmemory/unregister", headers={"x-api-key": "inference"}) as answer:
                 assert answer.status == 403
+
+            async def is_told() -> bool:
+                return len(told(caplog)) == 10
+
+            await until(is_told)
+            codes = Counter(its["code"] for its in told(caplog))
+            assert codes == {"UNAUTHENTICATED": 6, "PERMISSION_DENIED": 4}
 
     asyncio.run(scenario())
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native_service.log_records import SECRETS, JsonFormatter, KindLimit, Secrets, TextFormatter
+from native_service.recent_failures import RecentFailures
 
 
 def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:
@@ -41,6 +42,12 @@ def test_what_a_caller_chose_cannot_look_like_a_line_of_the_log() -> None:
     first, second = TextFormatter().format(record("unknown input %s", forged)).split("\n")
     assert first.endswith("WARNING nereid.x: unknown input x")
     assert second == "    2026-11-30 10:00:00,000 ERROR nereid.serve: all is lost\\x1b[31m\\x0d"
+
+
+def test_what_a_caller_chose_cannot_steer_the_terminal_that_shows_the_last_failures() -> None:
+    failures = RecentFailures()
+    failures.emit(record("unexpected input %s", "x\x1b[2J\nstate          ready"))
+    assert [text for _, text in failures.lines] == ["unexpected input x\\x1b[2J state          ready"]
 
 
 @pytest.mark.parametrize(

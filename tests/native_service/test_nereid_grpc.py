@@ -368,7 +368,24 @@ def test_health_follows_serving(serving: Serving, spec: Spec) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await status("nope")
             assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-            await service.native.set_serving(False)
+            service.native.set_serving(False)
             assert [await status(name) for name in names] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 4
+
+    asyncio.run(scenario())
+
+
+def test_whoever_watches_health_hears_of_changes_also_after_another_has_gone(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        answers = health_pb2.HealthCheckResponse
+        async with serving(spec()) as service:
+            stub = health_pb2_grpc.HealthStub(service.channel)
+            going, staying, model = (stub.Watch(health_pb2.HealthCheckRequest(service=n)) for n in ("", "", "adder"))
+            for watching in (going, staying, model):
+                assert (await watching.read()).status == answers.SERVING
+            going.cancel()
+            await asyncio.sleep(0.2)  # until the server has heard of it
+            service.native.set_serving(False)
+            async with asyncio.timeout(10):
+                assert [(await each.read()).status for each in (staying, model)] == [answers.NOT_SERVING] * 2
 
     asyncio.run(scenario())

@@ -76,10 +76,13 @@ class Model:
         assert found is not None
         return found
 
-    def hung(self, limit_s: float | None = None) -> list[str]:
-        limits = {} if limit_s is None else {"m": limit_s}
+    def record(self) -> StubRecord:
         record = StubRecord(self.folder.with_name("repository"), "nereid-test-none-", self.folder)
         record.take_note(os.getpid(), "m", set())
+        return record
+
+    def hung(self, limit_s: float | None = None) -> list[str]:
+        limits, record = {} if limit_s is None else {"m": limit_s}, self.record()
         found = record.find_hung(limits)
         assert set(found) <= {self.process.pid}
         assert record.find_hung(limits) == {}, "told twice"
@@ -141,6 +144,17 @@ def test_a_process_that_stands_still_is_noticed_while_it_runs_nothing_and_only_t
     model.process.send_signal(signal.SIGSTOP)
     time.sleep(1.5 * SILENT_S)
     assert model.hung() == []
+
+
+def test_time_in_which_the_supervisor_stood_still_as_well_does_not_count(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stubs, "_STOOD_STILL_S", SILENT_S)
+    record = model.record()
+    model.process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5 * SILENT_S)
+    assert record.find_hung({}) == {}
+    until(lambda: record.find_hung({}))
 
 
 def test_nobody_is_told_anything_outside_of_nereid_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import itertools
 import os
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,8 @@ def test_a_call_without_room_in_shared_memory_may_come_back(
         def full(*_: Any) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+        room = Limits(max_buffered_bytes=2 * 4 * WIDE + 4096)  # of one call and its messages
+        async with serving(spec(dims=(WIDE,)), limits=room, region_prefix=PREFIX) as service:
             values = np.ones((1, WIDE), "<f4")
             with monkeypatch.context() as patched:
                 patched.setattr(os, missing, full)
@@ -171,6 +173,35 @@ def test_an_upload_that_is_given_up_leaves_nothing(serving: Serving, spec: Spec)
             given_up.cancel()
             await until(lambda: left() == [] and open_regions() == 0)
             assert service.triton.regions == {}
+
+    asyncio.run(scenario())
+
+
+def test_callers_with_many_half_sent_tensors_do_not_take_all_descriptors(
+    serving: Serving, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async def half() -> Any:
+            for message in messages("adder", np.ones((1, WIDE), "<f4"))[:2]:
+                yield message
+            await asyncio.sleep(WAIT_S)
+
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
+        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            checkpoint = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+            )
+            calls = [checkpoint(half()) for _ in range(10)]
+            await until(lambda: service.half_sent.waiting == 10 and open_regions() == 3)
+            values = np.ones((1, WIDE), "<f4")
+            assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            assert open_regions() == 3
+            for each in calls:
+                each.cancel()
+            await until(lambda: open_regions() == 0)
+            assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            assert service.triton.requests[-1].inputs[0].parameters
+            await until(lambda: open_regions() == 0)
 
     asyncio.run(scenario())
 
