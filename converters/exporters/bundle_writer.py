@@ -26,6 +26,8 @@ from nereid_backend.spec import TensorSpec
 Layout = Literal["program", "legacy"]
 """How axes of weights are stored: ``program`` is format 2.1; ``legacy``, the Julia order, is read by 2.0, too."""
 
+PATCH_FILE = "working_tree.patch"
+
 Proof = Callable[[Prepared], None]
 
 BATCH_LETTER, LETTERS = "n", "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
@@ -43,6 +45,7 @@ def write_bundle(
     axes: Mapping[str, str] = _NO_TEXT,
     layout: Layout = "program",
     provenance: Mapping[str, Any] = MappingProxyType({}),
+    patch: bytes = b"",
     force: bool = False,
     proof: Proof | None = None,
 ) -> Prepared:
@@ -50,8 +53,9 @@ def write_bundle(
 
     Tensors are in wire order; ``axes`` names their axes, in wire order, by one letter each ("nhwc"). ``modules`` holds
     StableHLO programs by batch size, a lone one under None: inputs first, then ``weights`` in their order, which are
-    given in program order. ``proof`` sees the bundle before it is in place; when it
-    or any check raises, ``directory`` stays as it was. ``force`` replaces a bundle. Raises BundleError subclasses.
+    given in program order. ``patch`` makes the code of ``provenance``. ``proof`` sees the bundle before it is in place;
+    when it or any check raises, ``directory`` stays as it was. ``force`` replaces a bundle. Raises BundleError
+    subclasses.
     """
     # Not resolve(), which would follow a link at ``directory`` itself.
     directory = Path(os.path.abspath(directory))  # noqa: PTH100
@@ -66,6 +70,8 @@ def write_bundle(
             durable.write_text(fresh / MANIFEST_FILE, text)
             for size, module in modules.items():
                 durable.write_bytes(fresh / ("model.mlir" if size is None else f"model.b{size}.mlir"), module)
+            if patch:
+                durable.write_bytes(fresh / PATCH_FILE, patch)
             _write_weights(fresh / DEFAULT_WEIGHTS_FILE, weights, layout)
             prepared = bundle.read(fresh, directory.name, "cpu")
             if proof is not None:
@@ -131,7 +137,10 @@ def _manifest_text(
     if provenance:
         manifest["provenance"] = dict(provenance)
     manifests.parse(manifest, has_hook=False)
-    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
+    try:
+        return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise ExportError(f"provenance holds what YAML has no text for ({error}); give texts and numbers") from None
 
 
 def _entry(tensor: TensorSpec, axes: str | None) -> dict[str, Any]:

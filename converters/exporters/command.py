@@ -37,6 +37,7 @@ def _sizes(_context: click.Context, _option: click.Parameter, text: str) -> list
 @click.option("--layout", type=click.Choice(["program", "legacy"]), default="program", show_default=True,
               help="Axis order of the weights; legacy is for readers of format 2.0.")  # fmt: skip
 @click.option("--tolerance", type=click.FloatRange(min=0), help="Relative difference allowed (default: by the type).")
+@click.option("--provenance/--no-provenance", default=True, help="Record versions, the git commit and what differs.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 def export(
     source: str,
@@ -45,6 +46,7 @@ def export(
     batch_sizes: list[int],
     layout: Any,
     tolerance: float | None,
+    provenance: bool,
     force: bool,
 ) -> None:
     """Run FILE.py and write what it calls NAME as a bundle: a JaxModel, or a function that gives one.
@@ -63,7 +65,8 @@ def export(
                 f"{source} is of type {type(model).__name__}; make it a converters.exporters.JaxModel, or a function "
                 "without arguments that returns one"
             )
-        options = {"layout": layout, "tolerance": tolerance, "force": force}
+        options: dict[str, Any] = {"layout": layout, "tolerance": tolerance, "force": force}
+        options["provenance"] = {} if provenance else None
         done = jax_functions.export(model, output / (name or attribute), batch_sizes, **options)
     except NereidError as error:
         click.echo(f"error: {source}: {error}", err=True)

@@ -23,6 +23,7 @@ from converters.bundle import Array
 from converters.exporters import comparison
 from converters.exporters.bundle_writer import Layout, batch_axis, write_bundle
 from converters.exporters.comparison import Trial
+from converters.exporters.provenance import Provenance, collect
 from converters.prepared import Prepared
 from nereid_backend import dtypes
 from nereid_backend.engines import import_library
@@ -74,16 +75,18 @@ def export_jax(
     output_names: Sequence[str] | None = None,
     layout: Layout = "program",
     tolerance: float | None = None,
+    provenance: Mapping[str, Any] | None = MappingProxyType({}),
     force: bool = False,
 ) -> Exported:
     """Write ``fn`` as a bundle and run it beside ``fn`` at every batch size. See JaxModel for the arguments.
 
     ``batch_sizes`` None makes one program of exactly the examples' shapes, without a batch axis. ``tolerance`` is for
-    floating-point outputs, relative to the largest value (default: 1e-5 for f32, ``comparison.TOLERANCE``). Raises
+    floating-point outputs, relative to the largest value (default: 1e-5 for f32, ``comparison.TOLERANCE``).
+    Entries of ``provenance`` are added to what is collected; None writes none. Raises
     BundleError subclasses, EngineMissing, and what ``fn`` raises; then nothing is written.
     """
     model = JaxModel(fn, params, example_inputs, axes, input_names, output_names)
-    return export(model, directory, batch_sizes, layout=layout, tolerance=tolerance, force=force)
+    return export(model, directory, batch_sizes, layout=layout, tolerance=tolerance, provenance=provenance, force=force)
 
 
 def export(
@@ -93,6 +96,7 @@ def export(
     *,
     layout: Layout = "program",
     tolerance: float | None = None,
+    provenance: Mapping[str, Any] | None = MappingProxyType({}),
     force: bool = False,
 ) -> Exported:
     """``export_jax`` of a model that is described already."""
@@ -100,6 +104,10 @@ def export(
     sizes = _sizes(batch_sizes)
     function = _Function(jax, model, batched=sizes != (None,))
     differences: dict[str, float] = {}
+    origin = Provenance({})
+    if provenance is not None:
+        facts = {"source_framework": "jax", "converter": "nereid export_jax", "batch_sizes": list(batch_sizes or [])}
+        origin = collect(model.fn, ("jax", "jaxlib", "numpy"), {**facts, **provenance})
     with _settings_kept(jax):
         outputs = function.outputs(sizes)
         modules = {size: function.module(size) for size in sizes}
@@ -116,6 +124,8 @@ def export(
             weights=function.weights,
             axes=model.axes,
             layout=layout,
+            provenance=origin.fields,
+            patch=origin.patch,
             force=force,
             proof=proof,
         )

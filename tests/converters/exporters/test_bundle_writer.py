@@ -101,6 +101,7 @@ def test_axes_are_named_as_told_or_in_the_order_of_the_alphabet(tmp_path: Path) 
         ({"axes": {"x": "kc"}}, ExportError, "axes of 'x' are 'kc'"),
         ({"layout": "julia"}, ExportError, "'program' or 'legacy'"),
         ({"weights": {"__metadata__": W}}, ExportError, "rename it"),
+        ({"provenance": {"loss": np.float32(1)}}, ExportError, "give texts and numbers"),
         ({"modules": {}}, BundleError, "neither model.mlir nor"),
         ({"modules": {2: b"junk"}}, SignatureError, "not a StableHLO module"),
     ],
