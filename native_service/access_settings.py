@@ -18,7 +18,8 @@ class TlsSettings(Section):
     """The server's certificate and, behind it, those that lead to its authority."""
     key: NonBlank
     client_ca: NonBlank | None = None
-    """Certificates of authorities; clients of bind_addr must show a certificate of one of them."""
+    """Certificates of authorities; clients of bind_addr and http_infer_addr must show a certificate of one of
+    them."""
 
     def below(self, folder: Path) -> Self:
         """The same with absolute paths."""

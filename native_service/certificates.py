@@ -54,10 +54,13 @@ async def follow(tls: TlsSettings, renew: Callable[[], None]) -> None:
             in_use = now
             try:
                 await asyncio.to_thread(check, tls)
+                renew()
             except SettingsError as error:
                 _LOG.error("%s; the certificate from before stays in use", error)
+            except OSError as error:  # a file that has just gone, a full disk, too many open files
+                _LOG.error("server.tls.cert %s cannot be read again now (%s)", tls.cert, error.strerror)
+                in_use = []
             else:
-                renew()
                 _LOG.info("server.tls.cert %s has been read again", tls.cert)
         seen = now
 

@@ -30,6 +30,11 @@ class Budget:
         self.total_bytes = total_bytes
         self.used_bytes = 0
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more than half of it is taken."""
+        return 2 * self.used_bytes > self.total_bytes
+
     def take(self, count: int) -> None:
         """Raises ResourceExhausted, and then takes nothing."""
         if self.used_bytes + count > self.total_bytes:

@@ -23,10 +23,10 @@ _ELSEWHERE = {
     "doctor": ("native_service.doctor", "doctor", "Check this machine and say what to do about it."),
     "export": ("converters.exporters.command", "export", "Write a model of a Python file as a bundle."),
     "infer": ("native_service.infer_command", "infer", "Run a model of a running server on arrays from files."),
+    "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
     "models": ("native_service.server_commands", "models", "List the models of a running server."),
     "reload": ("native_service.server_commands", "reload", "Let a running server read its settings again."),
     "status": ("native_service.server_commands", "status", "Show how a running server is."),
-    "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
 }
 
 
@@ -64,7 +64,7 @@ def nereid() -> None:
     """Package machine-learning models for NVIDIA Triton and serve them."""
 
 
-@nereid.command()
+@nereid.command(short_help="Serve a folder of bundles, or what a settings file lists.")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file (default: ./nereid.yaml).")
 @click.option("--tritonserver", type=click.Path(path_type=Path), help="Server to run (default: found or fetched).")

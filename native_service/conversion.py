@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from native_service import processes
 from native_service.settings import DEFAULT_CAPACITY, NAME_RULE, ModelSettings, Settings
-from nereid_backend.errors import BundleError, NereidError, short_repr
+from nereid_backend.errors import BundleError, ConversionKilled, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.convert")
@@ -33,10 +33,6 @@ _CHILDS_LEVELS = logging.getLevelNamesMapping()
 _LONGEST_ANSWER = 64 * 1024 * 1024
 _LAST_LINES_S = 0.5
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
-
-
-class _Killed(BundleError):
-    """Somebody killed the child (the kernel for its memory, an operator): that says nothing about the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ class Converter:
         }
         try:
             answer = await self._ask(request)
-        except _Killed as error:
+        except ConversionKilled as error:
             _LOG.warning("model %r: %s; trying once more", model.name, error)
             await asyncio.to_thread(_empty, folder)
             answer = await self._ask(request)
@@ -192,7 +188,7 @@ class Converter:
             code = await child.stop(grace_s=0)
             await self._end()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            kind = _Killed if -code in _FROM_OUTSIDE else BundleError
+            kind = ConversionKilled if -code in _FROM_OUTSIDE else BundleError
             raise kind(f"the converter ended unexpectedly ({how}); its last words are in the log above")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

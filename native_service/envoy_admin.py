@@ -100,6 +100,8 @@ class EnvoyAdmin:
         return _permits(await self.counters(_ACTIVE.pattern))
 
     async def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None) -> str:
+        if self._session.closed:  # `nereid status` may ask at any time, also at the end
+            raise EnvoyUnavailable("Envoy has ended")
         try:
             async with self._session.request(method, _URL + path, params=query) as answer:
                 return await answer.text()

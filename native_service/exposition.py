@@ -98,7 +98,9 @@ class _Own(Collector):
             "nereid_connections_accepted", "Connections to the public address since the start", counted.connections_ever
         )
         yield GaugeMetricFamily(
-            "nereid_checkpoint_buffered_bytes", "Tensor bytes held for Checkpoint calls", counted.buffered_bytes
+            "nereid_checkpoint_buffered_bytes",
+            "Tensor bytes held for calls of Checkpoint and over HTTP",
+            counted.buffered_bytes,
         )
         yield GaugeMetricFamily(
             "nereid_checkpoint_buffered_bytes_limit",

@@ -1,4 +1,7 @@
-"""The public address: Envoy, and behind it our gRPC server for what Triton cannot answer by itself."""
+"""The public address: Envoy, and behind it our gRPC server for what Triton cannot answer by itself.
+
+Where ``server.http_infer_addr`` is set our HTTP server stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-
-import grpc
 
 from native_service import certificates
 from native_service.envoy_access import OPEN, Access
@@ -18,6 +19,7 @@ from native_service.exposition import Counted
 from native_service.grpc_edge import Inference
 from native_service.kserve_grpc import KServeService, ModelControl
 from native_service.kserve_http import HttpInference
+from native_service.local_channel import open_channel
 from native_service.metrics import Failed, Refusals, Tally
 from native_service.nereid_grpc import NativeServer, NereidService
 from native_service.regions import Regions
@@ -32,14 +34,6 @@ from nereid_backend.spec import ModelSpec
 _DRAIN_S = 10.0
 # Of the largest: what our server holds while it answers is no attack.
 _REQUESTS_AT_ONCE = 4
-_CHANNEL: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # Envoy is back within a fraction of a second after its death; gRPC's own back-off begins at one second.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 
 
 class Front:
@@ -73,13 +67,14 @@ class Front:
     async def start(
         self, models: Sequence[Admitted], server: ServerSettings, control: ModelControl | None = None
     ) -> Address:
-        """Serve ``models`` on ``server.bind``; the address with its real port. ``control``: what callers may do.
+        """Serve ``models`` on the addresses of ``server``; gives ``server.bind`` with its real port.
 
-        Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason for anything else.
+        ``control``: what callers may do. Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason
+        for anything else.
         """
         self._specs, limits = [model.spec for model in models], server.limits
         specs = self._specs
-        channel = grpc.aio.insecure_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}", options=_CHANNEL)
+        channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
         inference.time_limits_s = _time_limits_s(models)
@@ -93,7 +88,8 @@ class Front:
         native = NereidService(specs, inference, limits, scripts, regions)
         self._native, self._services = native, (kserve, native)
         room = limits.max_buffered_bytes + _REQUESTS_AT_ONCE * limits.max_request_bytes
-        self._ending.callback(asyncio.create_task(inference.half_sent.watch(room)).cancel)
+        watching = inference.half_sent.watch(room, lambda: native.budget.is_crowded)
+        self._ending.callback(asyncio.create_task(watching).cancel)
         inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
         service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
@@ -223,7 +219,10 @@ class Front:
         self._envoy.read_certificates_again()
 
     def set_limits(self, limits: Limits) -> None:
-        """Bound Checkpoint calls that begin from now on by ``limits``; ``max_request_bytes`` stays as it is."""
+        """Bound Checkpoint calls, and calls over HTTP, that begin from now on by ``limits``.
+
+        ``max_request_bytes``, and what Envoy may hold, stay as they are.
+        """
         if self._native is not None:
             self._native.set_limits(limits)
         if self._http_inference is not None:

@@ -21,6 +21,7 @@ from native_service.envoy_scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_
 from native_service.exposition import own_version
 from native_service.failures import ASSISTED, STREAM
 from native_service.grpc_edge import Inference, answer_in_kind, errors_told, parsed, shown, triton_call, unary
+from native_service.half_sent import HalfSent
 from native_service.script_calls import ScriptCalls
 from native_service.shared_memory import SharedMemory, uses_region
 from native_service.triton_errors import canonical
@@ -93,6 +94,11 @@ class KServeService:
             **self._memory_calls(),
             **dict.fromkeys(_OFF, _switched_off),
         }
+
+    @property
+    def half_sent(self) -> HalfSent:
+        """What bounds requests that are still coming in."""
+        return self._inference.half_sent
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""

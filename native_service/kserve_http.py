@@ -196,7 +196,7 @@ class HttpInference:
         body = bytearray()
         if (request.content_length or 0) > limit:
             raise _over(limit)
-        async for chunk in request.content.iter_any():
+        async for chunk in self._service.half_sent.messages(aiter(request.content.iter_any()), lambda: held.count):
             for part in decoder.parts(chunk):
                 if len(body) + len(part) > limit:
                     raise _over(limit)
@@ -233,14 +233,14 @@ class _Held:
     """What one request has taken of the budget."""
 
     def __init__(self, budget: Budget) -> None:
-        self._budget, self._bytes = budget, 0
+        self._budget, self.count = budget, 0
 
     def take(self, count: int) -> None:
         self._budget.take(count)
-        self._bytes += count
+        self.count += count
 
     def give_back(self) -> None:
-        self._budget.give_back(self._bytes)
+        self._budget.give_back(self.count)
 
 
 def _over(limit: int) -> OverLimit:

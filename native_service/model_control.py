@@ -54,11 +54,6 @@ class Outcome:
     failed: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the server is now as the settings say."""
-        return not self.failed and not self.refused
-
 
 class ModelControl:
     """``convert`` and ``load_converted`` at the start; then ``load``, ``unload``, ``reload`` and ``follow``."""

@@ -150,7 +150,7 @@ class NereidService:
 
     async def _read(self, reader: CheckpointReader, requests: AsyncIterator[bytes]) -> ModelSpec:
         try:
-            async for message in self._inference.half_sent.messages(requests):
+            async for message in self._inference.half_sent.messages(requests, lambda: reader.held_bytes):
                 self._check_size(message)
                 reader.receive(parsed(inference_pb2.CheckpointRequest, message))
                 if not reader.needs_input:

@@ -1,7 +1,8 @@
 """nereid.yaml: what is served, where, and within which limits.
 
 The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.tls``, ``server.auth``,
-``server.allow_*`` and ``models[].options``. Unknown keys are errors and relative paths are relative to the file.
+``server.http_infer_addr``, ``server.log_format``, ``server.allow_*`` and ``models[].options``. Unknown keys are errors
+and relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -88,12 +89,14 @@ class Limits(Section):
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = 4 * 1024 * 1024
     """Largest single message of a Checkpoint call, and largest JSON of a request over HTTP."""
     max_request_bytes: Annotated[int, Field(gt=0, le=1024 * 1024 * 1024)] = 128 * 1024 * 1024
-    """Largest ModelInfer request and Checkpoint input, all tensors together; a connection may buffer that much."""
+    """Largest ModelInfer request, over gRPC or HTTP, and Checkpoint input, all tensors together; a connection may
+    buffer that much."""
     max_tensor_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     """Largest input tensor of a Checkpoint call, all chunks together."""
     max_buffered_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024 * 1024
-    """Most input bytes of all Checkpoint calls together that wait for the rest of their tensor. Envoy may hold as much
-    beside, or four of the largest requests if that is more."""
+    """Most tensor bytes that our service holds for all calls of Checkpoint and over HTTP: what waits for the rest of
+    its tensor, and what a slow client has not read. Envoy may hold as much beside, or four of the largest requests if
+    that is more."""
     max_chunks: Annotated[int, Field(gt=0)] = 65_536
     """Most chunks of one Checkpoint call."""
     load_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
@@ -138,6 +141,7 @@ class ServerSettings(Section):
     http_infer_addr: AddressText | None = None
     """KServe v2 over HTTP; None is off."""
     allow_insecure: bool = False
+    """Whether an address that other machines reach may do without TLS or without knowing its callers."""
     allow_model_control: bool = False
     """Whether callers may load and unload the models that are listed here."""
     allow_shared_memory: bool = False

@@ -28,7 +28,8 @@ from native_service.reload import Reload, live_access, live_limits
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
 from native_service.status import Status
-from native_service.triton_process import SOCKET_SUFFIX, TritonServer
+from native_service.triton_addresses import SOCKET_SUFFIX
+from native_service.triton_process import TritonServer
 from native_service.watchdog import Watchdog
 from nereid_backend.cache import cache_folder
 from nereid_backend.errors import ServerUnavailable, SettingsError

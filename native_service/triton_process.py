@@ -7,11 +7,9 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,16 +19,14 @@ from tritonclient.grpc import service_pb2
 
 from native_service import preflight, processes, stubs
 from native_service.embedded_triton import TritonInstall
+from native_service.local_channel import open_channel
+from native_service.triton_addresses import TritonAddresses, free_addresses, is_open
 from native_service.triton_errors import load_failure
 from native_service.triton_log import TritonLog
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
 _LOG = logging.getLogger("nereid.triton")
 
-LOOPBACK = "127.0.0.1"
-# Triton appends a port to every address, also to a socket's path.
-SOCKET_SUFFIX = ":1"
-_UNIX = "unix:"
 _START_TIMEOUT_S = 60.0
 _START_POLL_S = 0.05
 _START_TRIES = 3
@@ -45,29 +41,10 @@ _UNLOAD_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 1.0
 _LAST_LINES_S = 0.5
 _STUB_TIMEOUT_S = 60
-_CHANNEL: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # A new process answers within seconds; gRPC's own back-off grows to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 _KEY_NAME = "nereid-key"
 _IN_USE = "currently in use"
 _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
-
-
-@dataclass(frozen=True, slots=True)
-class TritonAddresses:
-    """Where the running server listens, each as ``127.0.0.1:port``; ``grpc`` may be ``unix:/path``.
-
-    Nowhere else: its HTTP inference would be a way around permits and keys.
-    """
-
-    grpc: str
-    metrics: str
 
 
 class TritonServer:
@@ -148,8 +125,8 @@ class TritonServer:
     async def start(self) -> None:
         """Return once the gRPC port answers. Raises TritonUnavailable with the reason."""
         for tries_left in reversed(range(_START_TRIES)):
-            self._addresses = addresses = _free_addresses(self._grpc_socket)
-            self._channel = grpc.aio.insecure_channel(addresses.grpc, options=_CHANNEL)
+            self._addresses = addresses = free_addresses(self._grpc_socket)
+            self._channel = open_channel(addresses.grpc)
             try:
                 await self._launch()
             except TritonUnavailable:
@@ -405,7 +382,7 @@ class TritonServer:
             if not self.is_running:
                 raise TritonUnavailable(await self._death("while starting"))
             # A refused connection puts gRPC into a back-off of a second; a plain connect does not.
-            if await _is_open(self.addresses.grpc):
+            if await is_open(self.addresses.grpc):
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await call(service_pb2.ServerLiveRequest(), timeout=_HEALTH_TIMEOUT_S)
                     return
@@ -461,32 +438,6 @@ def _is_broken(error: BaseException | None) -> bool:
 
 async def _awaited(call: Any) -> Any:
     return await call
-
-
-def _free_addresses(grpc_socket: str | None) -> TritonAddresses:
-    with contextlib.ExitStack() as held:
-        ports = []
-        for _ in range(2):
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            probe.bind((LOOPBACK, 0))
-            ports.append(probe.getsockname()[1])
-    free = TritonAddresses(*(f"{LOOPBACK}:{port}" for port in ports))
-    return free if grpc_socket is None else replace(free, grpc=_UNIX + grpc_socket)
-
-
-async def _is_open(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        if address.startswith(_UNIX):
-            _, writer = await asyncio.open_unix_connection(address.removeprefix(_UNIX))
-        else:
-            _, writer = await asyncio.open_connection(host, int(port))
-    except OSError:
-        return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
 
 
 def _read_output(child: processes.Child, log: TritonLog) -> list[asyncio.Task[None]]:

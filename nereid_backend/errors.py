@@ -111,6 +111,10 @@ class UserCodeError(BundleError):
     """The Python file of a bundle cannot be loaded or does not say what it runs."""
 
 
+class ConversionKilled(BundleError):
+    """Somebody killed a conversion (the kernel for its memory, an operator): that says nothing about the model."""
+
+
 class RecordError(BundleError):
     """A mapping read from a file has other keys or values than its record."""
 

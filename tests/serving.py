@@ -135,6 +135,15 @@ def input_tensor(name: str, array: np.ndarray) -> Any:
     return tensor
 
 
+def infer(client: Any, model: str, outputs: list[str] | None = None, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+    """What a stock client gets: all outputs, or those that are named."""
+    tensors = [input_tensor(name, array) for name, array in arrays.items()]
+    wanted = None if outputs is None else [tritonclient.InferRequestedOutput(name) for name in outputs]
+    answer = client.infer(model, tensors, outputs=wanted, request_id="the id")
+    assert answer.get_response().id == "the id"
+    return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
+
+
 def write_adder(path: Path, amount: float = 1.0, dtype: int = TensorProto.FLOAT, width: int = 4) -> None:
     """``path``, a bare .onnx: output = input + ``amount``, rows of ``width``."""
     tensors = [helper.make_tensor_value_info(name, dtype, ["n", width]) for name in ("input", "output")]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import statistics
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         served = Served(folder, str(folder / "models"), "--bind", "127.0.0.1:0")
         echoing.start()
         try:
-            state = json.loads(served.state_file.read_text())
+            state = served.state
             addresses = {
                 "echo": (ready.get(), {int(echoing.pid or 0)}),
                 "Checkpoint": (state["address"], {state["pid"], *served.descendants()}),

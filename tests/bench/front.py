@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import selectors
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +30,9 @@ import grpc
 import numpy as np
 from onnx import TensorProto, helper, save
 from tritonclient.grpc import service_pb2
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from serving import Served
 
 from converters.convert import convert
 from native_service import embedded_triton
@@ -199,21 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / "nereid.yaml").write_text(
             f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{entries}"
         )
-        state_file = folder / "state.json"
-        command = [sys.executable, "-m", "native_service.cli", "serve", "--config", str(folder / "nereid.yaml")]
-        server = subprocess.Popen([*command, "--state", str(state_file)])
+        served = Served(folder, "--config", str(folder / "nereid.yaml"))
         try:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not state_file.exists():
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("nereid serve did not become ready")
-                time.sleep(0.1)
-            front = json.loads(state_file.read_text())["address"]
-            work = measure(front, envoy_of(server.pid), folder / "repository", options.seconds, options.repeats)
-            passed = asyncio.run(work)
+            front, envoy = served.state["address"], envoy_of(served.process.pid)
+            passed = asyncio.run(measure(front, envoy, folder / "repository", options.seconds, options.repeats))
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            served.end()
     return 0 if passed else 1
 
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from front import MODELS, START_TIMEOUT_S, UNLIMITED, write_identity
+from front import MODELS, UNLIMITED, write_identity
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from serving import Served
 
 from native_service.proto import inference_pb2 as pb
 
@@ -134,20 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         write_identity(Path(scratch) / MODEL, MODELS[MODEL])
-        state_file = Path(scratch) / "state.json"
-        command = [sys.executable, "-m", "native_service.cli", "serve", scratch, "--bind", "127.0.0.1:0"]
-        server = subprocess.Popen([*command, "--state", str(state_file)])
+        served = Served(Path(scratch), scratch, "--bind", "127.0.0.1:0")
         try:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not state_file.exists():
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("nereid serve did not become ready")
-                time.sleep(0.1)
-            state = json.loads(state_file.read_text())
-            passed = asyncio.run(measure(state, options.concurrent, options.sequential))
+            passed = asyncio.run(measure(served.state, options.concurrent, options.sequential))
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            served.end()
     return 0 if passed else 1
 
 

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
-from serving import Served, checkpoint, chunk, input_tensor, meta, tensor_of
+from serving import Served, checkpoint, chunk, infer, meta, tensor_of
 from tritonclient.utils import InferenceServerException
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
@@ -66,14 +66,6 @@ def model3(rows: np.ndarray) -> bytes:
     with torch.inference_mode():
         result: bytes = module(torch.from_numpy(rows.copy())).numpy().tobytes()
     return result
-
-
-def infer(client: Any, model: str, outputs: list[str] | None = None, **arrays: np.ndarray) -> dict[str, np.ndarray]:
-    tensors = [input_tensor(name, array) for name, array in arrays.items()]
-    wanted = None if outputs is None else [tritonclient.InferRequestedOutput(name) for name in outputs]
-    answer = client.infer(model, tensors, outputs=wanted, request_id="the id")
-    assert answer.get_response().id == "the id"
-    return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
 
 def test_c1_c2_one_row_in_one_or_two_chunks_equals_the_direct_forward_pass(served: Served) -> None:

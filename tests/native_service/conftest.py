@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_native_server import Faked
 from tritonclient.grpc import service_pb2
 
 from native_service import envoy_install, metrics
@@ -35,6 +36,13 @@ from nereid_backend.spec import ModelSpec, TensorSpec
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+@pytest.fixture
+def faked() -> Iterator[Faked]:
+    server = Faked()
+    yield server
+    server.stop()
 
 
 def model_spec(

@@ -1,6 +1,7 @@
 """Keys, tokens, roles and certificates at the public address: a real Envoy before a fake Triton."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -386,6 +387,32 @@ def test_files_that_cannot_work_are_told_in_one_line(authority: Authority, tmp_p
     assert refusal(lambda: certificates.check(old)) == f"server.tls.cert {old.cert} has expired; renew it"
     early = authority.server(not_before=datetime.now(UTC) + timedelta(days=1))
     assert "is not valid yet" in refusal(lambda: certificates.check(early))
+
+
+def test_a_renewal_that_fails_for_the_moment_is_tried_again(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "_LOOK_EVERY_S", 0.02)
+    tls, tries = authority.server(), 0
+    renewed = asyncio.Event()
+
+    def renew() -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        renewed.set()
+
+    async def scenario() -> None:
+        following = asyncio.create_task(certificates.follow(tls, renew))
+        await asyncio.sleep(0.1)
+        assert tries == 0
+        os.utime(tls.cert, (1, 1))
+        async with asyncio.timeout(20):
+            await renewed.wait()
+        following.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_a_secret_that_everybody_can_read_is_warned_of(

@@ -26,13 +26,6 @@ from native_service.proto import inference_pb2 as pb
 R16 = np.arange(16, dtype=np.float32)
 
 
-@pytest.fixture
-def faked() -> Iterator[Faked]:
-    server = Faked()
-    yield server
-    server.stop()
-
-
 def test_a_full_server_is_asked_again_until_it_has_room(faked: Faked) -> None:
     faked.behaviours = [FULL, FULL, echo]
     with Client(faked.address) as client:

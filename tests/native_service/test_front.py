@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
 from native_service import envoy_process, front
+from native_service.envoy_admin import EnvoyAdmin
 from native_service.envoy_settings import Admitted
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
@@ -53,6 +55,17 @@ def stream(channel: Any, **options: Any) -> Any:
         service_pb2.ModelInferRequest.SerializeToString,
         service_pb2.ModelStreamInferResponse.FromString,
     )(**options)
+
+
+def test_an_admin_socket_that_was_left_answers_nothing_any_more(tmp_path: Path) -> None:
+    async def ask() -> None:
+        admin = EnvoyAdmin(str(tmp_path / "admin.sock"))
+        await admin.close()
+        assert not await admin.is_ready()
+        with pytest.raises(EnvoyUnavailable, match="has ended"):
+            await admin.look()
+
+    asyncio.run(ask())
 
 
 ROW = pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[16], data=R16.tobytes(), end_of_tensor=True))

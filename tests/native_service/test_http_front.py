@@ -19,11 +19,12 @@ import grpc
 import numpy as np
 import pytest
 
-from native_service import roles
+from native_service import half_sent, roles
 from native_service.credentials import Credentials
 from native_service.envoy_access import Access
 from native_service.envoy_scripts import KSERVE
 from native_service.kserve_http import ROUTES
+from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.spec import ModelSpec
 
@@ -194,6 +195,42 @@ def test_what_is_over_a_limit_is_refused_by_its_name(
             assert [fields["code"] for fields in told(caplog)] == ["RESOURCE_EXHAUSTED"] * 4
 
     asyncio.run(scenario())
+
+
+def test_who_holds_a_part_of_the_budget_and_sends_nothing_makes_room_for_others(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half_sent, "_CROWDED_PATIENCE_S", 0.5)
+
+    async def stalling() -> Any:
+        for _ in range(5):
+            yield bytes(MIB)
+        await asyncio.sleep(60)
+
+    async def uploading() -> Any:
+        yield pb.CheckpointRequest(meta=pb.CheckpointMeta(model_name="adder"))
+        async for data in stalling():
+            yield pb.CheckpointRequest(chunk=pb.TensorChunk(shape=[1, 2 * MIB], data=data))
+
+    async def scenario() -> None:
+        limits = Limits(max_buffered_bytes=9 * MIB)
+        async with fronting(spec(dims=(2 * MIB,)), limits=limits) as service, session(service) as client:
+            idle = service.channel.stream_stream(f"/{KSERVE}/ModelStreamInfer")()
+            await idle.wait_for_connection()
+            assert (await refused(client, data=stalling()))[0] == 429
+            checkpoint = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString
+            )
+            assert await checkpoint(uploading()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await service.front.counted()).buffered_bytes == 0
+            assert not idle.done()
+            idle.cancel()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scenario()
+
+    asyncio.run(bounded())
 
 
 def test_all_requests_together_hold_a_bounded_number_of_bytes(fronting: Fronting, spec: Spec) -> None:

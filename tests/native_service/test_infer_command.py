@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from native_service.client_messages import Contract
 from native_service.proto import inference_pb2 as pb
 
 R16 = np.arange(16, dtype=np.float32)
-
-
-@pytest.fixture
-def faked() -> Iterator[Faked]:
-    server = Faked()
-    yield server
-    server.stop()
 
 
 def start(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Popen[str]:

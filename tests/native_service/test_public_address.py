@@ -25,7 +25,7 @@ import tritonclient.grpc as tritonclient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto, helper, save
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Served, checkpoint, chunk, input_tensor, meta, tensors_of
+from serving import Served, checkpoint, chunk, infer, input_tensor, meta, tensors_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -105,12 +105,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def client(served: Served) -> Iterator[Any]:
     with tritonclient.InferenceServerClient(served.state["address"]) as client:
         yield client
-
-
-def infer(client: Any, model: str, **arrays: np.ndarray) -> dict[str, np.ndarray]:
-    answer = client.infer(model, [input_tensor(name, array) for name, array in arrays.items()], request_id="the id")
-    assert answer.get_response().id == "the id"
-    return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
 
 def code_of(call: Callable[[], Any]) -> str:

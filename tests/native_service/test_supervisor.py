@@ -1,10 +1,8 @@
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +12,12 @@ import grpc
 import pytest
 
 from native_service.proto import inference_pb2 as pb
+
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 # Conversion needs real bundles; here a model is an empty file and converting it is a name.
 CONVERT = """
@@ -72,17 +76,15 @@ class Nereid:
         for name in models:
             (self.models / name).touch()
 
-        def take_terminal() -> None:
-            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
+        # Not in a fork of this process, in which other tests have started threads.
+        taking = [sys.executable, "-c", TAKE_TERMINAL, str(terminal)] if terminal is not None else []
         self.process = subprocess.Popen(
-            self._command,
+            [*taking, *self._command],
             env=self._environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=terminal is not None,
-            preexec_fn=take_terminal if terminal is not None else None,
             pass_fds=() if terminal is None else (terminal,),
         )
 
@@ -172,6 +174,7 @@ def test_sighup_adds_what_is_new_in_the_folder_and_ends_nothing(nereid: Nereid) 
         return [model["name"] for model in json.loads(nereid.ask(asked))]
 
     nereid.until(lambda: names() == ["a", "b"])
+    nereid.ask(nereid.command("reload"))  # one after the other: now the first has said what it did
     nereid.process.send_signal(signal.SIGTERM)
     code, _, err = nereid.end()
     assert (code, "model 'b' added" in err) == (0, True)

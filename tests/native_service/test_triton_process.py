@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from native_service import embedded_triton
-from native_service.triton_process import SOCKET_SUFFIX, TritonServer
+from native_service.triton_addresses import SOCKET_SUFFIX
+from native_service.triton_process import TritonServer
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
 
