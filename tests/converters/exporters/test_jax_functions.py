@@ -72,6 +72,64 @@ def test_a_tree_of_parameters_becomes_named_weights_and_the_converted_bundle_com
     np.testing.assert_allclose(result, network(params, X), rtol=1e-5, atol=1e-6)
 
 
+def convolutional(params: Any, image: Any) -> Any:
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    x = jax.nn.relu(jax.lax.conv_general_dilated(image, params["first"], (2, 2), "SAME", dimension_numbers=dimensions))
+    mean, variance = params["statistics"]
+    x = x + (x - mean) / jnp.sqrt(variance + 1e-5)
+    return jax.nn.softmax(x.mean((1, 2)) @ params["head"])
+
+
+def attentive(params: Any, ids: Any) -> Any:
+    x = params["embedding"][ids]
+    query, key, value = (x @ weight for weight in params["projections"])
+    scores = jnp.where(ids[:, None, :] > 0, query @ key.swapaxes(1, 2) / 4, -1e9)
+    x = x + jax.nn.softmax(scores) @ value
+    return (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5)
+
+
+def recurrent(params: Any, sequence: Any) -> Any:
+    def step(state: Any, x: Any) -> Any:
+        state = jnp.tanh(x @ params["in"] + state @ params["back"])
+        return state, state
+
+    start = jnp.zeros((sequence.shape[0], 16))
+    return jax.lax.scan(step, start, sequence.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "examples"),
+    [
+        (
+            convolutional,
+            {"first": normal(3, 3, 3, 8), "statistics": (normal(8), np.abs(normal(8))), "head": normal(8, 5)},
+            normal(4, 12, 12, 3),
+        ),
+        (
+            attentive,
+            {"embedding": normal(50, 16), "projections": list(normal(3, 16, 16))},
+            RNG.integers(1, 50, (4, 7)).astype(np.int32),
+        ),
+        (recurrent, {"in": normal(6, 16), "back": normal(16, 16) / 8}, normal(4, 9, 6)),
+    ],
+    ids=["convolutional", "attentive", "recurrent"],
+)
+def test_networks_agree_with_the_function_run_step_by_step(
+    tmp_path: Path, served: Any, function: Any, params: Any, examples: np.ndarray
+) -> None:
+    done = export_jax(function, params, examples, tmp_path / "network", batch_sizes=[1, 4])
+    assert done.notes == ()  # rows are independent, and nothing was narrowed
+    assert max(done.differences.values()) <= 1e-5
+    with jax.disable_jit():
+        expected = np.asarray(function(jax.tree_util.tree_map(jnp.asarray, params), examples))
+    (result,) = served(done.directory, examples).values()
+    assert np.abs(result - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
 def test_what_a_function_does_not_use_stays_an_argument(tmp_path: Path, served: Any) -> None:
     def model(params: Any, x: Any, unused: Any) -> Any:
         return x @ params["w"]
