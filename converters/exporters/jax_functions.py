@@ -7,6 +7,7 @@ hold them) keeps its value at export.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,8 +113,10 @@ def export(
         outputs = function.outputs(sizes)
         modules = {size: function.module(size) for size in sizes}
         trials = [trial for size in sizes for trial in function.trials(size)]
+        gc.collect()  # JAX leaves copies of the weights in cycles, and the next step makes one of its own
 
         def proof(prepared: Prepared) -> None:
+            gc.collect()
             differences.update(comparison.prove(prepared, trials, tolerance))
 
         prepared = write_bundle(
@@ -351,9 +354,11 @@ class _Function:
 
         run = jax.jit(source)
         trials = []
-        with jax.default_device(jax.devices("cpu")[0]):
+        cpu = jax.devices("cpu")[0]
+        with jax.default_device(cpu):
+            weights = [jax.device_put(array, cpu) for array in self._params.arrays]  # else every run copies them
             for what, inputs in comparison.inputs_to_try(self.inputs, self._examples.arrays, size):
-                expected = [np.asarray(result) for result in run(*inputs, *self._params.arrays)]
+                expected = [np.asarray(result) for result in run(*inputs, *weights)]
                 trials.append(Trial(what, inputs, expected))
         return trials
 
