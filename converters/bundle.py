@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from converters import hooks, meta, rows
 from converters import manifest as manifests
@@ -20,11 +22,14 @@ from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
 from converters.prepared import Prepared, Source, place
 from converters.weights import BundleWeights
+from nereid_backend import safetensors
 from nereid_backend.engines import engine_class, stablehlo
 from nereid_backend.engines.stablehlo import Argument, Module
 from nereid_backend.errors import BundleError, SignatureError
 from nereid_backend.spec import VARIABLE, ModelSpec, Program, TensorSpec, Weights
 from nereid_backend.user_code import USER_CODE
+
+Array = np.ndarray[Any, Any]
 
 BatchSizes = Literal["all", "largest"]
 """Which of the compiled batch sizes to serve; the largest alone loads faster and pads more."""
@@ -173,6 +178,19 @@ def _dependence(spec: ModelSpec, directory: Path) -> str | None:
         return rows.dependence(engine, spec, size, spec.outputs)
     finally:
         engine.close()
+
+
+def read_bundle_weights(directory: Path) -> dict[str, Array]:
+    """The weights of a bundle by name, in argument order and in program order, whatever its layout.
+
+    C-contiguous arrays of the caller's own. Raises BundleError subclasses.
+    """
+    hooked = any((directory / file).exists() for file in (JULIA_HOOKS, PYTHON_HOOKS))
+    manifest = manifests.read(directory / MANIFEST_FILE, has_hook=hooked)
+    weights, _ = bundle_weights.in_use(directory, manifest.weights_file)
+    tensors = safetensors.read(weights.path).tensors
+    # Not ascontiguousarray, which makes one axis of none.
+    return {name: tensors[name].T.copy() if weights.legacy else tensors[name] for name in weights.argument_order}
 
 
 def find_modules(directory: Path, manifest: Manifest, batch_sizes: BatchSizes = "all") -> list[ModuleFile]:

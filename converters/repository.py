@@ -7,10 +7,8 @@ an interrupted conversion leaves the old model or nothing.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,6 @@ SCRIPT_MODEL_PY = "from nereid_backend.scripts.model import TritonPythonModel as
 
 # Triton refuses other characters from 26.03 on, and a name becomes a directory.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 
 
 def is_name(name: str) -> bool:
@@ -158,8 +154,8 @@ def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> 
         for part in (*prepared.stages, prepared):
             _fill(Path(scratch) / part.spec.name, part, link=link)
         for stage in prepared.stages:
-            _swap_in(Path(scratch) / stage.spec.name, repository / stage.spec.name, replace=True)
-        _swap_in(Path(scratch) / target.name, target, replace=force)
+            durable.swap_in(Path(scratch) / stage.spec.name, repository / stage.spec.name, replace=True)
+        durable.swap_in(Path(scratch) / target.name, target, replace=force)
         for name in own - {stage.spec.name for stage in prepared.stages}:  # what was replaced had its hooks apart
             (repository / name).rename(Path(scratch) / name)
         durable.sync_directory(repository)
@@ -206,7 +202,7 @@ def _check_replaceable(target: Path, prepared: Prepared, *, force: bool) -> None
 
 
 def _scratch(repository: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory on the repository's file system, after removing those that killed conversions left.
+    """A temporary directory on the repository's file system.
 
     It lies beside the repository: Triton takes even a hidden directory inside for a model and refuses to start.
     """
@@ -214,12 +210,7 @@ def _scratch(repository: Path) -> tempfile.TemporaryDirectory[str]:
     parent = repository.parent
     if parent.stat().st_dev != repository.stat().st_dev or not os.access(parent, os.W_OK):
         parent = repository
-    prefix = f".{repository.name}-convert-"
-    for leftover in parent.glob(f"{prefix}*"):
-        owner = leftover.name[len(prefix) :].partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(leftover, ignore_errors=True)
-    return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+    return durable.scratch(parent, f".{repository.name}-convert-")
 
 
 def _data_type(pb: Any, tensor: TensorSpec) -> int:
@@ -227,22 +218,3 @@ def _data_type(pb: Any, tensor: TensorSpec) -> int:
         raise RepositoryError(f"tensor {tensor.name!r} is {tensor.dtype}, which Triton has no type for")
     value: int = pb.DataType.Value(tensor.element.triton)
     return value
-
-
-def _swap_in(fresh: Path, target: Path, *, replace: bool) -> None:
-    """Put ``fresh`` at ``target``; what was there ends in ``fresh``'s place, which the caller removes."""
-    if not (replace and target.exists()):
-        fresh.rename(target)  # fails when somebody else has put a model there meanwhile
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = (os.fsencode(fresh), os.fsencode(target))
-    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return
-    # A file system without exchange: two renames, with the old model kept until the new one is in place.
-    old = fresh.with_name(f"{fresh.name} replaced")
-    target.rename(old)
-    try:
-        fresh.rename(target)
-    except OSError:
-        old.rename(target)
-        raise

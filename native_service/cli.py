@@ -22,6 +22,7 @@ _ELSEWHERE = {
     "check": ("converters.cli", "check", "Say what conversion would refuse, without reading weights."),
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
     "doctor": ("native_service.doctor", "doctor", "Check this machine and say what to do about it."),
+    "export": ("converters.exporters.command", "export", "Write a model of a Python file as a bundle."),
     "infer": ("native_service.infer_command", "infer", "Run a model of a running server on arrays from files."),
     "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
     "models": ("native_service.server_commands", "models", "List the models of a running server."),

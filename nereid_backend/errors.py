@@ -123,6 +123,10 @@ class SpecError(BundleError):
     """nereid.json is not a model specification this version can read."""
 
 
+class ExportError(BundleError):
+    """A model in memory cannot be written as a bundle that gives what the model gives."""
+
+
 class RepositoryError(BundleError):
     """The Triton model repository cannot be written as asked."""
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters import repository
+from converters import durable, repository
 from converters.prepared import Prepared
 from nereid_backend import dtypes
 from nereid_backend.errors import RepositoryError
@@ -193,7 +193,7 @@ def test_force_on_a_file_system_without_exchange_replaces_too(
         def renameat2(self, *_: Any) -> int:
             return -1
 
-    monkeypatch.setattr(repository.ctypes, "CDLL", lambda *_, **__: NoExchange())
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: NoExchange())
     for size in (8, 1):
         write(prepared(source, max_batch_size=size), tmp_path / "r", force=True)
         assert ModelSpec.read(tmp_path / "r" / "m" / "1").max_batch_size == size
@@ -217,7 +217,7 @@ def test_a_failing_last_rename_puts_the_old_model_back(
             raise OSError(28, "No space left on device")
         return rename(self, target)
 
-    monkeypatch.setattr(repository.ctypes, "CDLL", lambda *_, **__: NoExchange())
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: NoExchange())
     monkeypatch.setattr(Path, "rename", fail_into_place)
     with pytest.raises(RepositoryError, match="No space left on device"):
         write(prepared(source, max_batch_size=1), tmp_path / "r", force=True)

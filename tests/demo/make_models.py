@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import onnx
 import strips
-import yaml
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.model_selection import train_test_split
 
-from converters import weights
+from converters.exporters import export_jax
 
 BATCH_SIZES = (1, 8, 32)
 LAYERS = (64, 48, 10)
@@ -71,42 +69,25 @@ def train(images: np.ndarray, labels: np.ndarray) -> list[jax.Array]:
 
 
 def write_bundle(
-    bundle: Path, function: Any, parameters: Sequence[jax.Array], inputs: dict[str, Any], outputs: dict[str, Any]
+    bundle: Path, function: Any, parameters: Sequence[jax.Array], examples: dict[str, Any], output: str, axes: Any
 ) -> None:
-    """A bundle of format 2.1: manifest, one program per batch size, weights in program order."""
     shutil.rmtree(bundle, ignore_errors=True)
-    bundle.mkdir(parents=True)
-    shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parameters]
-    row = [inputs["dims"][letter] for letter in reversed(inputs["shape"].removesuffix("n"))]
-    for size in BATCH_SIZES:
-        batch = jax.ShapeDtypeStruct((size, *row), jnp.float32)
-        exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(batch, *shapes)
-        (bundle / f"model.b{size}.mlir").write_bytes(exported.mlir_module_serialized)
-    weights.write(
-        bundle / "weights.safetensors",
-        dict(zip(ARGUMENTS, map(np.asarray, parameters), strict=True)),
-        {"argument_order": json.dumps(ARGUMENTS), "axis_order": weights.PROGRAM_ORDER},
-    )
-    manifest = {
-        "format_version": "2.1",
-        "name": bundle.name,
-        "executable_inputs": [inputs],
-        "executable_outputs": [outputs],
-        "batching": {"compiled_batch_sizes": list(BATCH_SIZES)},
-    }
-    (bundle / "manifest.yaml").write_text(yaml.safe_dump(manifest, sort_keys=False))
+    named = dict(zip(ARGUMENTS, parameters, strict=True))
+
+    def model(params: dict[str, jax.Array], **inputs: jax.Array) -> jax.Array:
+        return function(*inputs.values(), *(params[name] for name in ARGUMENTS))
+
+    export_jax(model, named, examples, bundle, BATCH_SIZES, axes=axes, output_names=[output])
 
 
-def write_classifier(bundle: Path, parameters: Sequence[jax.Array]) -> None:
-    pixels = {"name": "pixels", "dtype": "f32", "shape": "cn", "dims": {"c": LAYERS[0]}}
-    probabilities = {"name": "probabilities", "dtype": "f32", "shape": "kn", "dims": {"k": LAYERS[-1]}}
-    write_bundle(bundle, classify, parameters, pixels, probabilities)
+def write_classifier(bundle: Path, parameters: Sequence[jax.Array], images: np.ndarray) -> None:
+    axes = {"pixels": "nc", "probabilities": "nk"}
+    write_bundle(bundle, classify, parameters, {"pixels": images}, "probabilities", axes)
 
 
-def write_finder(bundle: Path, parameters: Sequence[jax.Array]) -> None:
-    strip = {"name": "strip", "dtype": "f32", "shape": "whn", "dims": {"w": strips.WIDTH, "h": strips.SIZE}}
-    scores = {"name": "scores", "dtype": "f32", "shape": "wn", "dims": {"w": strips.PLACES}}
-    write_bundle(bundle, strips.find, parameters, strip, scores)
+def write_finder(bundle: Path, parameters: Sequence[jax.Array], held_out: np.ndarray) -> None:
+    axes = {"strip": "nhw", "scores": "nw"}
+    write_bundle(bundle, strips.find, parameters, {"strip": held_out}, "scores", axes)
 
 
 def write_projection(folder: Path, images: np.ndarray, held_out: np.ndarray) -> None:
@@ -135,16 +116,16 @@ def main(bundles: Path) -> None:
         images.astype(np.float32), labels, test_size=0.2, random_state=0
     )
     classifier = train(train_x, train_y)
-    write_classifier(bundles / "digits", classifier)
+    write_classifier(bundles / "digits", classifier, train_x[:32])
     np.save(bundles / "digits" / "local_jax.npy", np.asarray(jax.jit(classify)(test_x, *classifier)))
     write_projection(bundles / "projection", train_x, test_x)
     np.savez(bundles / "held_out.npz", images=test_x, labels=test_y)
     shutil.copyfile(str(files("magika") / MAGIKA / "model.onnx"), bundles / "magika.onnx")
 
     shutil.copytree(READER, bundles / "reader", dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    write_finder(bundles / "reader_find", strips.train(train_x, first_parameters(strips.LAYERS)))
-    write_classifier(bundles / "reader_classify", classifier)
     held_out, _, texts = strips.make(test_x, test_y, 100)
+    write_finder(bundles / "reader_find", strips.train(train_x, first_parameters(strips.LAYERS)), held_out[:32])
+    write_classifier(bundles / "reader_classify", classifier, train_x[:32])
     (bundles / "strips.json").write_text(json.dumps({"strips": held_out.tolist(), "texts": texts}))
 
 

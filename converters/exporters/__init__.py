@@ -1,0 +1,7 @@
+"""From a model in memory to a bundle: the low-level writer, and one file per framework, opened when it is used."""
+
+from converters.bundle import read_bundle_weights as read_bundle_weights
+from converters.exporters.bundle_writer import write_bundle as write_bundle
+from converters.exporters.jax_functions import JaxModel as JaxModel
+from converters.exporters.jax_functions import export_jax as export_jax
+from nereid_backend.spec import TensorSpec as TensorSpec
