@@ -563,7 +563,9 @@ def test_a_call_of_a_model_that_goes_is_waited_for_within_a_bound_and_answered(
             for answer in await asyncio.gather(*(_awaited(call) for call in calls)):
                 assert answer.outputs
             await going
-            assert await service.front.admin.permits_in_use() == {"other": 0}
+            async with asyncio.timeout(10):  # Envoy forgets the counts of a cluster a moment after it has gone
+                while await service.front.admin.permits_in_use() != {"other": 0}:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 
