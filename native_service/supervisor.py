@@ -17,6 +17,7 @@ from native_service import embedded_triton, envoy_access, envoy_install, orphans
 from native_service.catalogue import Catalogue
 from native_service.control_channel import ControlChannel
 from native_service.conversion import Converter
+from native_service.embedded_triton import TritonInstall
 from native_service.envoy_settings import HTTP_SOCKET
 from native_service.exposition import Loads
 from native_service.front import Front
@@ -145,14 +146,7 @@ async def _start(
     preflight.check(install, server.limits, cache_folder())
     run = RunDirectory.open(cache_folder())
     ending.callback(run.close)
-    triton = TritonServer(
-        install,
-        run.repository,
-        shared_memory_prefix=run.shared_memory_prefix,
-        environment=run.environment,
-        grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
-        pulses=run.pulses,
-    )
+    triton = _triton(install, run)
     status = Status(_sources(settings, options), triton, install.version, failures)
     reload: Reload | None = None
 
@@ -184,21 +178,8 @@ async def _start(
     front = Front(envoy, run, triton, access)
     ending.push_async_callback(front.stop)
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
-    http, where = front.http, triton.addresses
-    if http is not None:
-        probes = HttpEndpoints(
-            f"{run.short_path}/{HTTP_SOCKET}",
-            models=catalogue.models,
-            is_answering=front.is_answering,
-            metrics=where.metrics,
-            counted=front.counted,
-            loads=lambda: Loads(
-                dict(catalogue.conversion_s),
-                dict(catalogue.load_s),
-                control.restarts,
-                {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
-            ),
-        )
+    if front.http is not None:
+        probes = _probes(run, triton, catalogue, control, front)
         await probes.start()
         ending.push_async_callback(probes.stop)
     ending.push_async_callback(control.stop)
@@ -206,12 +187,42 @@ async def _start(
         following = asyncio.create_task(control.follow(options.reread))
         following.add_done_callback(_report_failure)
         ending.callback(following.cancel)
-    names = tuple(catalogue.models)
-    endpoints = Endpoints(public, http, front.http_infer, where.grpc, where.metrics, names)
+    where, names = triton.addresses, tuple(catalogue.models)
+    endpoints = Endpoints(public, front.http, front.http_infer, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
     reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
     hangup.will(reload.run)
     return endpoints, Watchdog(catalogue, control, triton), front
+
+
+def _triton(install: TritonInstall, run: RunDirectory) -> TritonServer:
+    return TritonServer(
+        install,
+        run.repository,
+        shared_memory_prefix=run.shared_memory_prefix,
+        environment=run.environment,
+        grpc_socket=run.socket_path(f"triton{SOCKET_SUFFIX}"),
+        pulses=run.pulses,
+    )
+
+
+def _probes(
+    run: RunDirectory, triton: TritonServer, catalogue: Catalogue, control: ModelControl, front: Front
+) -> HttpEndpoints:
+    """Health and metrics, for the socket that Envoy hands them to."""
+    return HttpEndpoints(
+        f"{run.short_path}/{HTTP_SOCKET}",
+        models=catalogue.models,
+        is_answering=front.is_answering,
+        metrics=triton.addresses.metrics,
+        counted=front.counted,
+        loads=lambda: Loads(
+            dict(catalogue.conversion_s),
+            dict(catalogue.load_s),
+            control.restarts,
+            {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
+        ),
+    )
 
 
 def _sources(settings: Settings, options: Options) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 
@@ -14,16 +14,15 @@ def try_lock(path: Path) -> int | None:
 
     The lock lasts until the descriptor is closed or the process ends; children do not inherit it (O_CLOEXEC).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    with ExitStack() as undo:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        undo.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        undo.pop_all()
+        return descriptor
 
 
 def try_share(path: Path) -> int | None:
@@ -31,33 +30,27 @@ def try_share(path: Path) -> int | None:
 
     Who takes it exclusively before removing the file knows that nobody uses it: a file that goes counts as gone.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        shared = os.fstat(descriptor).st_nlink > 0
-    except BlockingIOError:
-        shared = False
-    except BaseException:
-        os.close(descriptor)
-        raise
-    if shared:
+    with ExitStack() as undo:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            undo.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            return None
+        if os.fstat(descriptor).st_nlink == 0:
+            return None
+        undo.pop_all()
         return descriptor
-    os.close(descriptor)
-    return None
 
 
 def wait_lock(path: Path) -> int:
     """Take the exclusive flock of ``path``, waiting for it; the open descriptor."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with ExitStack() as undo:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        undo.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+        undo.pop_all()
+        return descriptor
 
 
 @contextmanager
