@@ -68,7 +68,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,serve,demo,dev]'
+	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,export,serve,demo,dev]'
 	touch $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv

@@ -7,4 +7,6 @@ from converters.exporters.description import Description as Description
 from converters.exporters.description import Exported as Exported
 from converters.exporters.jax_functions import JaxModel as JaxModel
 from converters.exporters.jax_functions import export_jax as export_jax
+from converters.exporters.torch_modules import TorchModel as TorchModel
+from converters.exporters.torch_modules import export_torch as export_torch
 from nereid_backend.spec import TensorSpec as TensorSpec

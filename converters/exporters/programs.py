@@ -288,5 +288,11 @@ def _for_older_readers(module: bytes) -> bytes:
     target = stablehlo.get_version_from_compatibility_requirement(stablehlo.StablehloCompatibilityRequirement.WEEK_12)
     with mlir.make_ir_context() as context:
         parsed = stablehlo.deserialize_portable_artifact(context, module)
-        written: bytes = stablehlo.serialize_portable_artifact(parsed, target)
+        try:
+            written: bytes = stablehlo.serialize_portable_artifact(parsed, target)
+        except ValueError as error:
+            raise ExportError(
+                f"the program cannot be written for older readers ({error}); leave out calls of the host's libraries, "
+                "as some of linear algebra are"
+            ) from None
     return written

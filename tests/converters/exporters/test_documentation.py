@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 README = Path(__file__).parents[3] / "converters" / "README.md"
 
 
-@pytest.mark.parametrize(("chapter", "library"), [("Export from JAX", "jax")])
+@pytest.mark.parametrize(("chapter", "library"), [("Export from JAX", "jax"), ("Export from torch", "torch")])
 def test_the_export_in_the_readme_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chapter: str, library: str
 ) -> None:
     pytest.importorskip(library)
+    if library == "torch" and importlib.util.find_spec("torchax") is None:
+        pytest.skip("torchax is not installed (the extra export)")
     _, _, text = README.read_text().partition(f"## {chapter}\n")
     (code,) = re.findall(r"^```python\n(.*?)^```", text.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
