@@ -19,7 +19,6 @@ import numpy as np
 from converters.bundle import Array
 from converters.exporters import comparison
 from converters.exporters.bundle_writer import Layout, batch_axis, write_bundle
-from converters.exporters.comparison import Trial
 from converters.exporters.description import Exported
 from converters.exporters.provenance import Provenance, collect
 from converters.prepared import Prepared
@@ -107,7 +106,7 @@ def export_programs(
     with settings_kept():
         outputs = _outputs(source, sizes)
         modules = {size: _for_older_readers(source.module(size)) for size in sizes}
-        trials = _trials(source, sizes)
+        trials = comparison.trials_of(source.original(), source.inputs, source.examples, sizes)
         gc.collect()  # JAX leaves copies of the weights in cycles, and the next step makes one of its own
 
         def proof(prepared: Prepared) -> None:
@@ -163,15 +162,6 @@ def _provenance(origin: Origin, batch_sizes: Sequence[int] | None, added: Mappin
         "batch_sizes": list(batch_sizes or []),
     }
     return collect(origin.code, origin.packages, {**facts, **added})
-
-
-def _trials(source: ProgramSource, sizes: Sequence[int | None]) -> list[Trial]:
-    run = source.original()
-    return [
-        Trial(what, inputs, run(inputs))
-        for size in sizes
-        for what, inputs in comparison.inputs_to_try(source.inputs, source.examples, size)
-    ]
 
 
 def input_tensor(name: str, example: Array, letters: str | None, *, batched: bool) -> TensorSpec:
