@@ -124,7 +124,8 @@ def _patch(root: Path) -> bytes:
             "GIT_OBJECT_DIRECTORY": str(objects),
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(root / _git(root, "rev-parse", "--git-path", "objects")),
         }
-        shutil.copyfile(root / _git(root, "rev-parse", "--git-path", "index"), index)
+        # With its time, by which git knows the files that may have changed in the second they were added in.
+        shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index"), index)
         _git_bytes(root, "add", "--all", environment=own)
         # Whatever the user's settings make of a difference: this one can be applied.
         plain = ("--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
