@@ -33,8 +33,8 @@ from serving import Served, chunk, meta, write_adder
 from tritonclient.grpc import service_pb2
 
 from native_service.client import AsyncClient, CallFailed
-from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_settings import ADMIN_SOCKET
+from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.settings import ADMIN_SOCKET
 from native_service.proto import inference_pb2 as pb
 
 CAPACITIES = {"adder": 16, "slow": 8, "large": 4, "job": 3}

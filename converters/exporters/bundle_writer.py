@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from converters import bundle, durable
+from converters import manifest as manifests
 from converters import weights as weights_files
 from converters.bundle import Array
 from converters.exporters import placement
+from converters.exporters.client_side import PLAIN, ClientSide, digests
 from converters.exporters.manifest_writer import Layout, manifest_text
 from converters.exporters.placement import PATCH_FILE, Proof
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE
 from converters.prepared import Prepared
-from nereid_backend.errors import ExportError
+from nereid_backend.errors import ExportError, ManifestError
 from nereid_backend.spec import TensorSpec, Variant
 
 _WRITTEN = re.compile(r"manifest\.yaml|model(\.v\d+)?(\.b\d+)?\.mlir|weights(\.T)?\.safetensors|working_tree\.patch")
@@ -38,6 +40,7 @@ def write_bundle(
     weights: Mapping[str, Array] = MappingProxyType({}),
     axes: Mapping[str, str] = _NO_TEXT,
     layout: Layout = "program",
+    client: ClientSide = PLAIN,
     provenance: Mapping[str, Any] = MappingProxyType({}),
     patch: bytes = b"",
     force: bool = False,
@@ -46,15 +49,18 @@ def write_bundle(
     """Write a bundle, read it back as ``nereid-convert`` does, and put it at ``directory``, whose name is the model's.
 
     Tensors are in wire order; ``axes`` names their axes, in wire order, by one letter each ("nhwc"). Programs take the
-    inputs, then ``weights`` in their order, which are given in program order. With variable input axes ``modules`` are
+    inputs, then ``weights`` in their order, which are given in program order. ``client`` is what its clients see
+    instead. With variable input axes ``modules`` are
     those of each variant, by the sizes of these axes in input and wire order. ``patch`` makes the code of
     ``provenance``. ``proof`` sees the bundle before it is in place; when it or any check raises, ``directory`` stays as
     it was. ``force`` replaces a bundle. Raises BundleError subclasses.
     """
+    client.check(_WRITTEN)
     programs = _by_variant(modules)
     sizes = next(iter(programs.values()))
 
     def fill(fresh: Path) -> Prepared:
+        files = client.write_files(fresh)
         text = manifest_text(
             fresh.name,
             executable_inputs,
@@ -63,6 +69,8 @@ def write_bundle(
             variants=[variant for variant in programs if variant],
             axes=axes,
             layout=layout,
+            client=client,
+            files=files,
             provenance=provenance,
         )
         durable.write_text(fresh / MANIFEST_FILE, text)
@@ -89,7 +97,12 @@ def _by_variant(modules: Modules | Mapping[Variant, Modules]) -> dict[Variant, M
 
 
 def _own_files(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if _WRITTEN.fullmatch(path.name)]
+    written = [path.name for path in directory.iterdir() if _WRITTEN.fullmatch(path.name)]
+    try:
+        recorded = manifests.read(directory / MANIFEST_FILE, has_hook=True).options.get(manifests.EXPORTED_FILES, {})
+    except ManifestError:  # damaged since; then nothing beside it is known to be ours
+        recorded = {}
+    return [*written, *(name for name, digest in digests(directory, recorded).items() if digest == recorded[name])]
 
 
 def _write_weights(path: Path, weights: Mapping[str, Array], layout: Layout) -> None:

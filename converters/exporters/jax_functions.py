@@ -19,6 +19,7 @@ import numpy as np
 
 from converters.artifact import positional_names
 from converters.bundle import Array
+from converters.exporters.client_side import PLAIN, ClientSide
 from converters.exporters.description import Exported
 from converters.exporters.manifest_writer import Layout
 from converters.exporters.programs import (
@@ -46,6 +47,7 @@ class JaxModel:
     given here. ``axes`` names the axes of a tensor by letters in wire order, as in ``{"image": "nhwc"}``; ``n`` is the
     batch, which without an entry is the first axis of an input and, in an output, the one that grows with it.
     ``variants`` are further examples of other shapes, each like ``example_inputs``: programs are made for each.
+    ``client`` is what clients see instead, and the hooks between.
     """
 
     fn: Callable[..., Any]
@@ -55,6 +57,7 @@ class JaxModel:
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
     variants: Sequence[Any] = ()
+    client: ClientSide = PLAIN
 
     def export(
         self,
@@ -78,6 +81,7 @@ class JaxModel:
             batch_sizes,
             origin=origin,
             axes=self.axes,
+            client=self.client,
             layout=layout,
             tolerance=tolerance,
             provenance=provenance,
@@ -96,6 +100,7 @@ def export_jax(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     variants: Sequence[Any] = (),
+    client: ClientSide = PLAIN,
     layout: Layout = "program",
     tolerance: float | None = None,
     provenance: Mapping[str, Any] | None = MappingProxyType({}),
@@ -108,7 +113,7 @@ def export_jax(
     Entries of ``provenance`` are added to what is collected; None writes none. Raises
     BundleError subclasses, EngineMissing, and what ``fn`` raises; then nothing is written.
     """
-    model = JaxModel(fn, params, example_inputs, axes, input_names, output_names, variants)
+    model = JaxModel(fn, params, example_inputs, axes, input_names, output_names, variants, client)
     return model.export(directory, batch_sizes, layout=layout, tolerance=tolerance, provenance=provenance, force=force)
 
 

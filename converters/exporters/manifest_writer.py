@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from converters import manifest as manifests
+from converters.exporters.client_side import ClientSide
 from converters.exporters.provenance import yaml_text
 from converters.manifest import BATCH_LETTERS
 from nereid_backend.errors import ExportError
-from nereid_backend.spec import TensorSpec, Variant, variable_axes
+from nereid_backend.spec import POSTPROCESS, PREPROCESS, TensorSpec, Variant, variable_axes
 
 Layout = Literal["program", "legacy"]
 """How axes of weights are stored: ``program`` is format 2.1; ``legacy``, the Julia order, is read by 2.0, too."""
@@ -28,15 +29,18 @@ def manifest_text(
     variants: Sequence[Variant],
     axes: Mapping[str, str],
     layout: Layout,
+    client: ClientSide,
+    files: Mapping[str, str],
     provenance: Mapping[str, Any],
 ) -> str:
     """manifest.yaml, checked against the format's rules. Raises ManifestError, ExportError.
 
     ``axes`` are letters in wire order. ``variants`` hold the sizes of the variable input axes, in input and wire order.
+    ``files`` are the digests of the client's files.
     """
     if layout not in ("program", "legacy"):
         raise ExportError(f"layout is {layout!r}, expected 'program' or 'legacy'")
-    tensors = (*inputs, *outputs)
+    tensors = (*inputs, *outputs, *client.inputs, *client.outputs)
     if unknown := sorted(set(axes) - {tensor.name for tensor in tensors}):
         known = ", ".join(tensor.name for tensor in tensors)
         raise ExportError(f"axes name {unknown}, which are no inputs or outputs of the model; it has {known}")
@@ -45,15 +49,26 @@ def manifest_text(
         "format_version": "2.1" if layout == "program" else "2.0",
         "name": name,
         "executable_inputs": [_entry(tensor, letters[tensor.name]) for tensor in inputs],
-        "executable_outputs": [_entry(tensor, axes.get(tensor.name) or _letters(tensor, {})) for tensor in outputs],
     }
+    for key, others in {
+        "executable_outputs": outputs,
+        "client_inputs": client.inputs,
+        "client_outputs": client.outputs,
+    }.items():
+        if others or key == "executable_outputs":
+            manifest[key] = [_entry(tensor, axes.get(tensor.name) or _letters(tensor, {})) for tensor in others]
     if shapes:
         manifest["input_shapes"] = shapes
     if batch_sizes:
         manifest["batching"] = {"compiled_batch_sizes": sorted(batch_sizes)}
+    stages = {PREPROCESS: client.preprocess, POSTPROCESS: client.postprocess}
+    if hooks := {stage: [dict(each) for each in declared] for stage, declared in stages.items() if declared}:
+        manifest["nereid"] = hooks
+    if files:
+        manifest["nereid"] = {**hooks, manifests.EXPORTED_FILES: dict(files)}
     if provenance:
         manifest["provenance"] = dict(provenance)
-    manifests.parse(manifest, has_hook=False)
+    manifests.parse(manifest, has_hook=client.has_hooks)
     return yaml_text(manifest)
 
 

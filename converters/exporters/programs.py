@@ -19,6 +19,7 @@ import numpy as np
 from converters.bundle import Array
 from converters.exporters import comparison
 from converters.exporters.bundle_writer import write_bundle
+from converters.exporters.client_side import PLAIN, ClientSide
 from converters.exporters.comparison import Trial
 from converters.exporters.description import Exported
 from converters.exporters.manifest_writer import Layout, batch_axis
@@ -92,6 +93,7 @@ def export_programs(
     *,
     origin: Origin,
     axes: Mapping[str, str] = MappingProxyType({}),
+    client: ClientSide = PLAIN,
     layout: Layout = "program",
     tolerance: float | None = None,
     provenance: Mapping[str, Any] | None = MappingProxyType({}),
@@ -121,6 +123,9 @@ def export_programs(
         def proof(prepared: Prepared) -> None:
             gc.collect()
             differences.update(comparison.prove(prepared, trials, tolerance))
+            if client.has_hooks:
+                for name, found in client.prove(prepared, tolerance).items():
+                    differences[name] = max(found, differences.get(name, 0.0))
 
         prepared = write_bundle(
             directory,
@@ -130,13 +135,14 @@ def export_programs(
             weights=sources[0].weights,
             axes=axes,
             layout=layout,
+            client=client,
             provenance=known.fields,
             patch=known.patch,
             force=force,
             proof=proof,
         )
-    notes = tuple(dict.fromkeys((*(note for source in sources for note in source.notes), *prepared.notes)))
-    return Exported(directory, tuple(size for size in sizes if size is not None), differences, notes)
+    notes = dict.fromkeys((*(note for source in sources for note in source.notes), *prepared.notes))
+    return Exported(directory, tuple(size for size in sizes if size is not None), differences, tuple(notes))
 
 
 def compiled_sizes(batch_sizes: Sequence[int] | None) -> tuple[int | None, ...]:
