@@ -9,11 +9,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from converters import trial
-from converters.contract import Contract, ContractTensor
+from converters.contract import ONE_NUMBER, Contract, ContractTensor
 from converters.prepared import Prepared, Source, place
 from converters.trial import OpenOutput
 from nereid_backend.engines import Port
@@ -134,6 +134,9 @@ def serve_under(artifact: Artifact, name: str, device: str, contract: Contract) 
     outputs = _bind(artifact, "output", contract.outputs, artifact.outputs)
     limit = contract.max_batch_size
     _check_rows(artifact, "max_batch_size", limit)
+    inputs, outputs = (
+        [(_as_scalar(tensor, port, limit), port) for tensor, port in bound] for bound in (inputs, outputs)
+    )
     bound_ports = [port for _, port in inputs if port is not None]
     size = _fixed_batch(artifact.file, bound_ports, limit)
     for tensor, port in inputs:
@@ -176,6 +179,13 @@ def _open_output(tensor: ContractTensor, port: Port | None, contract: Contract) 
         return OpenOutput(tensor.name, port.dtype, tensor.dims, _binding(tensor, port))
     # A flat contract's data_type does not bind the output (nereid-server: "whatever the model made").
     return OpenOutput(tensor.name, None if contract.flat else tensor.dtype, tensor.dims)
+
+
+def _as_scalar(tensor: ContractTensor, port: Port | None, max_batch_size: int) -> ContractTensor:
+    """A tensor whose dims are [1] because a contract, like Triton, has no other way to write one number (per row)."""
+    if tensor.dims == ONE_NUMBER and port is not None and len(port.shape) == (1 if max_batch_size else 0):
+        return replace(tensor, dims=())
+    return tensor
 
 
 def _binding(tensor: ContractTensor, port: Port | None) -> str:

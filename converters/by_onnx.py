@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from converters import durable
 from converters.artifact import Artifact
 from converters.graph import PLATFORM
 from nereid_backend.engines import Array
@@ -74,7 +75,7 @@ def as_declared(model: Any, outputs: Sequence[str], notes: Sequence[str]) -> Art
     model.graph.output.extend(ordered)
     data = model.SerializeToString()
     inputs, found = ports(session_of(model))
-    files = {FILE: lambda target: _write(target, data)}
+    files = {FILE: lambda target: durable.write_bytes(target, data)}
     return Artifact(FILE, "onnx", PLATFORM, None, files, inputs, found, binds_by_name=True, notes=tuple(notes))
 
 
@@ -131,11 +132,6 @@ def _ties(scores: Array) -> Array:
     best = np.sort(scores.astype(np.float64), axis=1)[:, -2:]
     tied: Array = best[:, 1] - best[:, 0] <= TOLERANCE * np.abs(best).max(initial=1e-30)
     return tied
-
-
-def _write(target: Path, data: bytes) -> None:
-    with target.open("wb") as file:
-        file.write(data)
 
 
 def first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ default.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,11 +20,13 @@ from google.protobuf import text_format
 from converters.messages import message_classes
 from nereid_backend import dtypes
 from nereid_backend.errors import ContractError, short_repr
-from nereid_backend.spec import MAX_SIZE, VARIABLE
+from nereid_backend.spec import MAX_SIZE, VARIABLE, ModelSpec, TensorSpec
 
 CONTRACT_FILE = "model_inference.textproto"
 DEFAULT_DATATYPE = "FP32"
 FLAT_INPUT, FLAT_OUTPUT = "input", "output"
+ONE_NUMBER = (1,)
+"""What dims say of a tensor that is one number (per row): the form has no empty dims."""
 
 # Ours; nereid-server, which ignores unknown keys, reads such a contract as well.
 _SCRIPT_KEYS = ("warm", "time_limit_s")
@@ -60,6 +62,28 @@ class Contract:
     def script_keys(self) -> tuple[str, ...]:
         """The keys given that only a program's folder may have."""
         return tuple(key for key in _SCRIPT_KEYS if getattr(self, key))
+
+
+def contract_of(spec: ModelSpec) -> Contract:
+    """The contract under which a model file is served as ``spec`` says. Raises ContractError."""
+
+    def tensors(found: Iterable[TensorSpec]) -> tuple[ContractTensor, ...]:
+        return tuple(ContractTensor(tensor.name, tensor.dtype, spec.dims(tensor)) for tensor in found)
+
+    return Contract(tensors(spec.inputs), tensors(spec.outputs), spec.max_batch_size, flat=False)
+
+
+def text_of(contract: Contract) -> str:
+    """A contract as a file with input and output blocks, which nereid-server reads as well. Raises ContractError."""
+    message = _message_class()(max_batch_size=contract.max_batch_size)
+    for field, tensors in ((message.input, contract.inputs), (message.output, contract.outputs)):
+        for tensor in tensors:
+            kserve = dtypes.element(tensor.dtype).kserve or tensor.dtype
+            field.add(name=tensor.name, data_type=_known(kserve), dims=tensor.dims)
+    text: str = text_format.MessageToString(message, as_utf8=True, use_short_repeated_primitives=True)
+    if parse(text) != contract:
+        raise ContractError("does not read back as written; please report this model")
+    return text
 
 
 def read(path: Path) -> Contract:
@@ -127,10 +151,14 @@ def _tensor(block: Mapping[str, Any], kind: str) -> ContractTensor:
 
 
 def _dtype(kserve: str) -> str:
+    return dtypes.by_kserve(_known(kserve)).token
+
+
+def _known(kserve: str) -> str:
     known = [row.kserve for row in dtypes.TABLE if row.kserve]
     if kserve not in known:
         raise ContractError(f"data_type {kserve!r} is not supported; known: {', '.join(known)}")
-    return dtypes.by_kserve(kserve).token
+    return kserve
 
 
 def _dims(values: list[int], where: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from converters import rows
+from converters.contract import ONE_NUMBER
 from nereid_backend import dtypes
 from nereid_backend.engines import Array, Engine, engine_class
 from nereid_backend.errors import BundleError, EngineError, InvalidArgument
@@ -75,6 +76,7 @@ def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Le
         )
     if len(alone) != len(outputs):
         raise BundleError(f"the model returns {len(alone)} outputs, the contract declares {len(outputs)}")
+    outputs = _one_number_each(engine, spec, outputs, alone)
     specs = tuple(_complete(o, a, v, batched) for o, a, v in zip(outputs, alone, varied, strict=True))
     # A graph of several rows is padded even for a single one.
     size = _rows_to_try(spec)
@@ -93,6 +95,25 @@ def _run_once(engine: Engine, spec: ModelSpec, variable: int) -> list[Array]:
     except (MemoryError, ValueError) as error:
         raise BundleError(f"its shapes are too large for a trial run ({error}); correct the contract") from None
     return [output[:1] if size > 1 and output.shape[:1] == (size,) else output for output in outputs]
+
+
+def _one_number_each(
+    engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput], alone: Sequence[Array]
+) -> Sequence[OpenOutput]:
+    """``outputs`` without dims where [1] stands for one number per row: n rows give a result of shape [n]."""
+    size = _rows_to_try(spec)
+    doubtful = [o.dims == ONE_NUMBER and a.shape == ONE_NUMBER for o, a in zip(outputs, alone, strict=True)]
+    if size < 2 or not any(doubtful):
+        return outputs
+    row = rows.made_up(spec.inputs, _VARIABLE_SIZES[0], np.random.default_rng(0), _SMALL)
+    try:
+        several = engine.run([np.concatenate([array] * size) for array in row])
+    except (EngineError, InvalidArgument):  # told by the comparison of rows
+        return outputs
+    return [
+        replace(output, dims=()) if doubt and result.shape == (size,) else output
+        for output, doubt, result in zip(outputs, doubtful, several, strict=True)
+    ]
 
 
 def _rows_to_try(spec: ModelSpec) -> int:

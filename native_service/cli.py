@@ -21,13 +21,13 @@ _STDERR = 2
 _ELSEWHERE = {
     "check": ("converters.cli", "check", "Say what conversion would refuse, without reading weights."),
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
-    "doctor": ("native_service.doctor", "doctor", "Check this machine and say what to do about it."),
+    "doctor": ("native_service.operation.doctor", "doctor", "Check this machine and say what to do about it."),
     "export": ("converters.exporters.command", "export", "Write a model of a Python file as a bundle."),
-    "infer": ("native_service.infer_command", "infer", "Run a model of a running server on arrays from files."),
+    "infer": ("native_service.client.infer_command", "infer", "Run a model of a running server on arrays from files."),
     "migrate": ("converters.cli", "migrate", "Bring weights of bundles to program order."),
-    "models": ("native_service.server_commands", "models", "List the models of a running server."),
-    "reload": ("native_service.server_commands", "reload", "Let a running server read its settings again."),
-    "status": ("native_service.server_commands", "status", "Show how a running server is."),
+    "models": ("native_service.operation.commands", "models", "List the models of a running server."),
+    "reload": ("native_service.operation.commands", "reload", "Let a running server read its settings again."),
+    "status": ("native_service.operation.commands", "status", "Show how a running server is."),
 }
 
 
@@ -134,8 +134,8 @@ def _announce(text: str) -> None:
 
 
 def _log_to_stderr(verbose: bool, log_format: str) -> None:
-    from native_service.log_output import BackgroundHandler
-    from native_service.log_records import FORMATTERS
+    from native_service.telemetry.log_output import BackgroundHandler
+    from native_service.telemetry.log_records import FORMATTERS
 
     handler = BackgroundHandler(_STDERR)
     handler.setFormatter(FORMATTERS[log_format]())

@@ -10,24 +10,24 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from native_service import certificates
-from native_service.envoy_access import OPEN, Access
-from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_process import EnvoyServer
-from native_service.envoy_settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
-from native_service.exposition import Counted
-from native_service.grpc_edge import Inference
-from native_service.kserve_grpc import KServeService, ModelControl
-from native_service.kserve_http import HttpInference
-from native_service.local_channel import open_channel
-from native_service.metrics import Failed, Refusals, Tally
-from native_service.nereid_grpc import NativeServer, NereidService
-from native_service.regions import Regions
+from native_service.access import certificates
+from native_service.edge.grpc import Inference
+from native_service.edge.local_channel import open_channel
+from native_service.edge.regions import Regions
+from native_service.envoy.access import OPEN, Access
+from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.process import EnvoyServer
+from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.kserve.grpc import KServeService, ModelControl
+from native_service.kserve.http import HttpInference
+from native_service.kserve.shared_memory import SharedMemory
+from native_service.nereid.grpc import NativeServer, NereidService
+from native_service.nereid.script_calls import ScriptCalls
 from native_service.run_directory import RunDirectory
-from native_service.script_calls import ScriptCalls
 from native_service.settings import Address, Limits, ServerSettings
-from native_service.shared_memory import SharedMemory
-from native_service.triton_process import TritonServer
+from native_service.telemetry.exposition import Counted
+from native_service.telemetry.metrics import Failed, Refusals, Tally
+from native_service.triton.process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec
 

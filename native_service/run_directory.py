@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from native_service.stubs import SHARED_MEMORY
+from native_service.triton.stubs import SHARED_MEMORY
 from nereid_backend import locks
 from nereid_backend.cache import PRIVATE
 from nereid_backend.pulse import PULSE_FOLDER

@@ -13,25 +13,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native_service import embedded_triton, envoy_access, envoy_install, orphans, preflight
-from native_service.catalogue import Catalogue
-from native_service.control_channel import ControlChannel
-from native_service.conversion import Converter
-from native_service.embedded_triton import TritonInstall
-from native_service.envoy_settings import HTTP_SOCKET
-from native_service.exposition import Loads
+from native_service.children import orphans
+from native_service.edge.http_endpoints import HttpEndpoints
+from native_service.envoy import access as envoy_access
+from native_service.envoy import install as envoy_install
+from native_service.envoy.settings import HTTP_SOCKET
 from native_service.front import Front
-from native_service.hangup import Hangup
-from native_service.http_endpoints import HttpEndpoints
-from native_service.model_control import ModelControl
-from native_service.recent_failures import RecentFailures
-from native_service.reload import Reload, live_access, live_limits
+from native_service.models.catalogue import Catalogue
+from native_service.models.control import ModelControl
+from native_service.models.conversion import Converter
+from native_service.operation import preflight
+from native_service.operation.control_channel import ControlChannel
+from native_service.operation.hangup import Hangup
+from native_service.operation.reload import Reload, live_access, live_limits
+from native_service.operation.status import Status
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
-from native_service.status import Status
-from native_service.triton_addresses import SOCKET_SUFFIX
-from native_service.triton_process import TritonServer
-from native_service.watchdog import Watchdog
+from native_service.telemetry.exposition import Loads
+from native_service.telemetry.recent_failures import RecentFailures
+from native_service.triton import embedded as embedded_triton
+from native_service.triton.addresses import SOCKET_SUFFIX
+from native_service.triton.embedded import TritonInstall
+from native_service.triton.process import TritonServer
+from native_service.triton.watchdog import Watchdog
 from nereid_backend.cache import cache_folder
 from nereid_backend.errors import ServerUnavailable, SettingsError
 

@@ -40,8 +40,8 @@ class RealTriton:
         """What the model processes wrote to stdout and stderr."""
 
     def start(self) -> None:
-        from native_service import embedded_triton
-        from native_service.triton_process import TritonServer
+        from native_service.triton import embedded as embedded_triton
+        from native_service.triton.process import TritonServer
 
         handler = logging.Handler()
         handler.emit = lambda record: self.printed.append(record.getMessage())  # type: ignore[method-assign]

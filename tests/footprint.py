@@ -11,8 +11,8 @@ from pathlib import Path
 
 from serving import Served
 
-from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_settings import ADMIN_SOCKET
+from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.settings import ADMIN_SOCKET
 
 
 @dataclass(frozen=True)

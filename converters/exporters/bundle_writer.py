@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from converters import bundle, durable
 from converters import manifest as manifests
 from converters import weights as weights_files
 from converters.bundle import Array
+from converters.exporters import placement
+from converters.exporters.placement import PATCH_FILE, Proof
+from converters.exporters.provenance import yaml_text
 from converters.manifest import BATCH_LETTERS, DEFAULT_WEIGHTS_FILE, MANIFEST_FILE
 from converters.prepared import Prepared
-from converters.repository import check_name
 from nereid_backend.errors import ExportError
 from nereid_backend.spec import TensorSpec
 
 Layout = Literal["program", "legacy"]
 """How axes of weights are stored: ``program`` is format 2.1; ``legacy``, the Julia order, is read by 2.0, too."""
-
-PATCH_FILE = "working_tree.patch"
-
-Proof = Callable[[Prepared], None]
 
 BATCH_LETTER, LETTERS = "n", "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
 _WRITTEN = re.compile(r"manifest\.yaml|model(\.v\d+)?(\.b\d+)?\.mlir|weights(\.T)?\.safetensors|working_tree\.patch")
@@ -57,46 +53,22 @@ def write_bundle(
     when it or any check raises, ``directory`` stays as it was. ``force`` replaces a bundle. Raises BundleError
     subclasses.
     """
-    # Not resolve(), which would follow a link at ``directory`` itself.
-    directory = Path(os.path.abspath(directory))  # noqa: PTH100
-    check_name(directory.name)
-    _check_replaceable(directory, force=force)
-    text = _manifest_text(directory.name, executable_inputs, executable_outputs, modules, axes, layout, provenance)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with durable.scratch(directory.parent, f".{directory.name}-export-") as scratch:
-            fresh = Path(scratch) / directory.name
-            fresh.mkdir()
-            durable.write_text(fresh / MANIFEST_FILE, text)
-            for size, module in modules.items():
-                durable.write_bytes(fresh / ("model.mlir" if size is None else f"model.b{size}.mlir"), module)
-            if patch:
-                durable.write_bytes(fresh / PATCH_FILE, patch)
-            _write_weights(fresh / DEFAULT_WEIGHTS_FILE, weights, layout)
-            prepared = bundle.read(fresh, directory.name, "cpu")
-            if proof is not None:
-                proof(prepared)
-            durable.sync_directory(fresh)
-            durable.swap_in(fresh, directory, replace=force)
-            durable.sync_directory(directory.parent)
-    except OSError as error:
-        raise ExportError(
-            f"cannot write {directory}: {error.strerror or error}; check space, permissions and the folder"
-        ) from error
-    return prepared
+
+    def fill(fresh: Path) -> Prepared:
+        text = _manifest_text(fresh.name, executable_inputs, executable_outputs, modules, axes, layout, provenance)
+        durable.write_text(fresh / MANIFEST_FILE, text)
+        for size, module in modules.items():
+            durable.write_bytes(fresh / ("model.mlir" if size is None else f"model.b{size}.mlir"), module)
+        if patch:
+            durable.write_bytes(fresh / PATCH_FILE, patch)
+        _write_weights(fresh / DEFAULT_WEIGHTS_FILE, weights, layout)
+        return bundle.read(fresh, fresh.name, "cpu")
+
+    return placement.put(directory, "bundle", MANIFEST_FILE, _own_files, fill, force=force, proof=proof)
 
 
-def _check_replaceable(directory: Path, *, force: bool) -> None:
-    if not os.path.lexists(directory):
-        return
-    if not (directory / MANIFEST_FILE).is_file() or directory.is_symlink():
-        raise ExportError(f"{directory} is not a bundle; remove it yourself or choose another folder")
-    if kept := sorted(path.name for path in directory.iterdir() if not _WRITTEN.fullmatch(path.name)):
-        raise ExportError(
-            f"{directory} holds {', '.join(kept)}, which no export writes and a replacement would remove; move it away"
-        )
-    if not force:
-        raise ExportError(f"{directory} exists; replace it with force=True (--force) or choose another folder")
+def _own_files(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if _WRITTEN.fullmatch(path.name)]
 
 
 def _write_weights(path: Path, weights: Mapping[str, Array], layout: Layout) -> None:
@@ -137,10 +109,7 @@ def _manifest_text(
     if provenance:
         manifest["provenance"] = dict(provenance)
     manifests.parse(manifest, has_hook=False)
-    try:
-        return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
-    except yaml.YAMLError as error:
-        raise ExportError(f"provenance holds what YAML has no text for ({error}); give texts and numbers") from None
+    return yaml_text(manifest)
 
 
 def _entry(tensor: TensorSpec, axes: str | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from converters.bundle import Array
 from converters.prepared import Prepared, place
 from nereid_backend.engines import engine_class
 from nereid_backend.errors import EngineError, ExportError
-from nereid_backend.spec import TensorSpec
+from nereid_backend.spec import ModelSpec, TensorSpec
 
 TOLERANCE = {8: 1e-12, 4: 1e-5, 2: 2e-2, 1: 0.25}
 """By the bytes of a floating-point type: the largest difference, relative to the largest value of the output."""
 
 _EXAMPLE_RUNS, _UNSEEN_RUNS = 16, 2
+_ODD_SIZE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,30 @@ class Trial:
     what: str
     inputs: list[Array]
     expected: list[Array]
+
+
+def sizes_to_try(spec: ModelSpec) -> tuple[int | None, ...]:
+    """The batch sizes at which a served model is compared: all it was compiled for, else some up to the largest.
+
+    None alone stands for the examples as they are, for a model without a batch.
+    """
+    if not spec.max_batch_size:
+        return (None,)
+    return spec.batch_sizes or tuple(sorted({1, min(_ODD_SIZE, spec.max_batch_size), spec.max_batch_size}))
+
+
+def trials_of(
+    run: Callable[[list[Array]], Sequence[Array]],
+    tensors: Sequence[TensorSpec],
+    examples: Sequence[Array],
+    sizes: Sequence[int | None],
+) -> list[Trial]:
+    """What the model itself, ``run``, gives on the examples and on rows that nobody has seen, at every batch size."""
+    return [
+        Trial(what, inputs, list(run(inputs)))
+        for size in sizes
+        for what, inputs in inputs_to_try(tensors, examples, size)
+    ]
 
 
 def inputs_to_try(

@@ -7,11 +7,9 @@ hold them) keeps its value at export.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,19 +19,22 @@ import numpy as np
 
 from converters.artifact import positional_names
 from converters.bundle import Array
-from converters.exporters import comparison
-from converters.exporters.bundle_writer import Layout, batch_axis, write_bundle
-from converters.exporters.comparison import Trial
-from converters.exporters.provenance import Provenance, collect
-from converters.prepared import Prepared
-from nereid_backend import dtypes
+from converters.exporters.bundle_writer import Layout
+from converters.exporters.description import Exported
+from converters.exporters.programs import (
+    BATCH_SIZES,
+    ENGINE,
+    Origin,
+    Run,
+    dtype_token,
+    export_programs,
+    given_names,
+    input_tensor,
+)
 from nereid_backend.engines import import_library
 from nereid_backend.engines.jax_programs import first_line
-from nereid_backend.errors import BundleError, ExportError
-from nereid_backend.spec import VARIABLE, TensorSpec
-
-ENGINE = "stablehlo"
-BATCH_SIZES = (1, 8)
+from nereid_backend.errors import ExportError
+from nereid_backend.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,31 @@ class JaxModel:
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What was written. ``differences``: by output, the largest one to the model, relative to its largest value."""
-
-    directory: Path
-    batch_sizes: tuple[int, ...]
-    differences: Mapping[str, float]
-    notes: tuple[str, ...]
+    def export(
+        self,
+        directory: Path | str,
+        batch_sizes: Sequence[int] | None = BATCH_SIZES,
+        *,
+        layout: Layout = "program",
+        tolerance: float | None = None,
+        provenance: Mapping[str, Any] | None = MappingProxyType({}),
+        force: bool = False,
+    ) -> Exported:
+        """Write this model as a bundle and run it beside its function: see ``export_jax``."""
+        jax = import_library(ENGINE)
+        function = _Function(jax, self, batched=bool(batch_sizes))
+        origin = Origin("jax", "nereid export_jax", ("jax", "jaxlib", "numpy"), self.fn)
+        return export_programs(
+            function,
+            directory,
+            batch_sizes,
+            origin=origin,
+            axes=self.axes,
+            layout=layout,
+            tolerance=tolerance,
+            provenance=provenance,
+            force=force,
+        )
 
 
 def export_jax(
@@ -87,74 +104,7 @@ def export_jax(
     BundleError subclasses, EngineMissing, and what ``fn`` raises; then nothing is written.
     """
     model = JaxModel(fn, params, example_inputs, axes, input_names, output_names)
-    return export(model, directory, batch_sizes, layout=layout, tolerance=tolerance, provenance=provenance, force=force)
-
-
-def export(
-    model: JaxModel,
-    directory: Path | str,
-    batch_sizes: Sequence[int] | None = BATCH_SIZES,
-    *,
-    layout: Layout = "program",
-    tolerance: float | None = None,
-    provenance: Mapping[str, Any] | None = MappingProxyType({}),
-    force: bool = False,
-) -> Exported:
-    """``export_jax`` of a model that is described already."""
-    jax = import_library(ENGINE)
-    sizes = _sizes(batch_sizes)
-    function = _Function(jax, model, batched=sizes != (None,))
-    differences: dict[str, float] = {}
-    origin = Provenance({})
-    if provenance is not None:
-        facts = {"source_framework": "jax", "converter": "nereid export_jax", "batch_sizes": list(batch_sizes or [])}
-        origin = collect(model.fn, ("jax", "jaxlib", "numpy"), {**facts, **provenance})
-    with _settings_kept(jax):
-        outputs = function.outputs(sizes)
-        modules = {size: function.module(size) for size in sizes}
-        trials = [trial for size in sizes for trial in function.trials(size)]
-        gc.collect()  # JAX leaves copies of the weights in cycles, and the next step makes one of its own
-
-        def proof(prepared: Prepared) -> None:
-            gc.collect()
-            differences.update(comparison.prove(prepared, trials, tolerance))
-
-        prepared = write_bundle(
-            Path(directory),
-            executable_inputs=function.inputs,
-            executable_outputs=outputs,
-            modules=modules,
-            weights=function.weights,
-            axes=model.axes,
-            layout=layout,
-            provenance=origin.fields,
-            patch=origin.patch,
-            force=force,
-            proof=proof,
-        )
-    notes = (*function.notes, *prepared.notes)
-    return Exported(Path(directory), tuple(size for size in sizes if size is not None), differences, notes)
-
-
-def _sizes(batch_sizes: Sequence[int] | None) -> tuple[int | None, ...]:
-    if not batch_sizes:
-        return (None,)
-    if not all(type(size) is int and size > 0 for size in batch_sizes):
-        raise ExportError(f"batch sizes are {list(batch_sizes)}, expected positive integers")
-    return tuple(sorted(set(batch_sizes)))
-
-
-@contextmanager
-def _settings_kept(jax: Any) -> Iterator[None]:
-    """Undo what our engine sets for its process: the caller's stays as it was."""
-    jax.devices()  # chosen now, by the caller's own settings
-    # Not the attributes, which a context of the caller's may cover.
-    before = {name: jax.config.values[name] for name in ("jax_enable_x64", "jax_platforms")}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+    return model.export(directory, batch_sizes, layout=layout, tolerance=tolerance, provenance=provenance, force=force)
 
 
 class _Tree:
@@ -220,11 +170,14 @@ class _Function:
         self._examples = _Tree(jax, examples, once=False)
         self._params = _Tree(jax, model.params, once=True)
         names = self._input_names()
-        tensors = zip(names, self._examples.arrays, strict=True)
-        self.inputs = tuple(self._input(name, array, batched=batched) for name, array in tensors)
+        self.examples = self._examples.arrays
+        self.inputs = tuple(
+            input_tensor(name, array, model.axes.get(name), batched=batched)
+            for name, array in zip(names, self.examples, strict=True)
+        )
         self.weights = dict(zip(self._weight_names(), self._params.arrays, strict=True))
         for name, weight in self.weights.items():
-            _token(f"weight {name!r}", weight.dtype)
+            dtype_token(f"weight {name!r}", weight.dtype)
         narrowed = [
             f"{name!r} of {change}"
             for tree, names in ((self._examples, names), (self._params, list(self.weights)))
@@ -245,7 +198,7 @@ class _Function:
     def _input_names(self) -> list[str]:
         paths = self._examples.array_paths
         if self._model.input_names is not None:
-            return _given("input", self._model.input_names, len(paths))
+            return given_names("input", self._model.input_names, len(paths))
         if self._by_name:
             return [self._path(path) for path in paths]
         try:
@@ -255,22 +208,6 @@ class _Function:
         if len(arguments) <= max((path[0].idx for path in paths), default=-1):
             return positional_names("input", len(paths))
         return ["/".join(filter(None, (arguments[p[0].idx].name, self._path(p[1:])))) for p in paths]
-
-    def _input(self, name: str, array: Array, *, batched: bool) -> TensorSpec:
-        dtype = _token(f"input {name!r}", array.dtype)
-        letters = self._model.axes.get(name)
-        axis = (0 if batched else None) if letters is None else batch_axis(letters)
-        if axis is not None and not batched:
-            raise ExportError(
-                f"input {name!r} has a batch axis in axes, but there are no batch sizes; give both or none"
-            )
-        if axis is not None and axis >= array.ndim:
-            raise ExportError(
-                f"input {name!r} has shape {list(array.shape)} and no axis {axis} for the batch; give its axes or "
-                "batch_sizes=None"
-            )
-        shape = tuple(VARIABLE if index == axis else size for index, size in enumerate(array.shape))
-        return TensorSpec(name, dtype, shape, axis)
 
     def _call(self, *arrays: Any) -> Any:
         inputs = self._examples.restored(arrays[: len(self.inputs)])
@@ -293,46 +230,25 @@ class _Function:
         inputs = [struct(a.shape if size is None else tensor.at_batch(size), a.dtype) for tensor, a in pairs]
         return inputs + [struct(array.shape, array.dtype) for array in self._params.arrays]
 
-    def outputs(self, sizes: Sequence[int | None]) -> tuple[TensorSpec, ...]:
-        """The results of the function; the batch axis of each is the one that grows with the batch."""
-        tree = self._jax.eval_shape(self._call, *self._structs(sizes[0]))
+    def outputs(self, size: int | None) -> list[TensorSpec]:
+        tree = self._jax.eval_shape(self._call, *self._structs(size))
         paths, _ = self._jax.tree_util.tree_flatten_with_path(tree)
         if not paths:
             raise ExportError("the function returns no array; return an array, or a tuple or dict of arrays")
         names = self._output_names([self._path(path) for path, _ in paths])
-        shapes = [leaf.shape for _, leaf in paths]
-        if sizes[0] is None:
-            others = shapes
-        else:
-            other = sizes[-1] if len(sizes) > 1 else 2 * sizes[0]
-            others = [leaf.shape for leaf in self._jax.eval_shape(self._flat, *self._structs(other))]
-        return tuple(
-            self._output(name, leaf, other) for name, (_, leaf), other in zip(names, paths, others, strict=True)
-        )
+        return [
+            TensorSpec(name, dtype_token(f"output {name!r}", leaf.dtype), leaf.shape)
+            for name, (_, leaf) in zip(names, paths, strict=True)
+        ]
 
     def _output_names(self, paths: Sequence[str]) -> list[str]:
         if self._model.output_names is not None:
-            return _given("output", self._model.output_names, len(paths))
+            return given_names("output", self._model.output_names, len(paths))
         if any(not path or path[0].isdigit() for path in paths):
             return positional_names("output", len(paths))
         return list(paths)
 
-    def _output(self, name: str, leaf: Any, other: tuple[int, ...]) -> TensorSpec:
-        dtype = _token(f"output {name!r}", leaf.dtype)
-        if len(leaf.shape) != len(other):
-            raise ExportError(f"output {name!r} has another number of axes at another batch size")
-        grown = [axis for axis, (a, b) in enumerate(zip(leaf.shape, other, strict=True)) if a != b]
-        if len(grown) > 1:
-            raise ExportError(
-                f"output {name!r} grows with the batch along the axes {grown}, one can be the batch; return rows "
-                "that do not depend on each other"
-            )
-        axis = grown[0] if grown else None
-        shape = tuple(VARIABLE if index == axis else size for index, size in enumerate(leaf.shape))
-        return TensorSpec(name, dtype, shape, axis)
-
     def module(self, size: int | None) -> bytes:
-        """The program of a batch size, written so that readers twelve weeks older than this jax take it."""
         export = importlib.import_module("jax.export")
         # Without keep_unused what the function does not use leaves the signature.
         jitted = self._jax.jit(self._flat, keep_unused=True)
@@ -342,49 +258,26 @@ class _Function:
             raise ExportError(
                 f"the function cannot be exported ({first_line(error)}); leave out printing and other calls of the host"
             ) from error
-        return _for_older_readers(exported.mlir_module_serialized)
+        module: bytes = exported.mlir_module_serialized
+        return module
 
-    def trials(self, size: int | None) -> list[Trial]:
-        """Inputs of a batch size with what the function gives for them, on the CPU."""
+    def original(self) -> Run:
         jax = self._jax
+        cpu = jax.devices("cpu")[0]
 
         # Traced anew, not from the cache of what was exported: what changes from trace to trace must show.
         def source(*arrays: Any) -> list[Any]:
             return self._flat(*arrays)
 
-        run = jax.jit(source)
-        trials = []
-        cpu = jax.devices("cpu")[0]
+        traced = jax.jit(source)
         with jax.default_device(cpu):
             weights = [jax.device_put(array, cpu) for array in self._params.arrays]  # else every run copies them
-            for what, inputs in comparison.inputs_to_try(self.inputs, self._examples.arrays, size):
-                expected = [np.asarray(result) for result in run(*inputs, *weights)]
-                trials.append(Trial(what, inputs, expected))
-        return trials
+
+        def run(inputs: list[Array]) -> list[Array]:
+            with jax.default_device(cpu):
+                return [np.asarray(result) for result in traced(*inputs, *weights)]
+
+        return run
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _given(role: str, names: Sequence[str], count: int) -> list[str]:
-    if len(names) != count:
-        raise ExportError(f"{role}_names are {list(names)}, the function has {count} {role}s; name each")
-    return list(names)
-
-
-def _token(what: str, dtype: Any) -> str:
-    try:
-        return dtypes.by_numpy(np.dtype(dtype)).token
-    except (BundleError, TypeError):
-        raise ExportError(f"{what} is {dtype}, which bundles have no type for; convert it first") from None
-
-
-def _for_older_readers(module: bytes) -> bytes:
-    from jax.extend.mlir.dialects import stablehlo
-    from jax.interpreters import mlir
-
-    target = stablehlo.get_version_from_compatibility_requirement(stablehlo.StablehloCompatibilityRequirement.WEEK_12)
-    with mlir.make_ir_context() as context:
-        parsed = stablehlo.deserialize_portable_artifact(context, module)
-        written: bytes = stablehlo.serialize_portable_artifact(parsed, target)
-    return written

@@ -19,7 +19,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from converters.exporters.bundle_writer import PATCH_FILE
+import yaml
+
+from converters.exporters.placement import PATCH_FILE
+from nereid_backend.errors import ExportError
 
 MAX_PATCH_BYTES = 20 * 2**20
 _GIT_S = 30
@@ -58,6 +61,14 @@ def collect(code: Callable[..., Any], packages: tuple[str, ...], known: Mapping[
         if git:
             break
     return Provenance({**fields, **known}, patch)
+
+
+def yaml_text(fields: Mapping[str, Any]) -> str:
+    """A mapping that holds provenance as YAML. Raises ExportError."""
+    try:
+        return yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise ExportError(f"provenance holds what YAML has no text for ({error}); give texts and numbers") from None
 
 
 def _folder(code: Callable[..., Any]) -> Path | None:
@@ -111,7 +122,8 @@ def _patch(root: Path) -> bytes:
             "GIT_OBJECT_DIRECTORY": str(objects),
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(root / _git(root, "rev-parse", "--git-path", "objects")),
         }
-        shutil.copyfile(root / _git(root, "rev-parse", "--git-path", "index"), index)
+        # With its time, by which git knows the files that may have changed in the second they were added in.
+        shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index"), index)
         _git_bytes(root, "add", "--all", environment=own)
         # Whatever the user's settings make of a difference: this one can be applied.
         plain = ("--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")

@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving import Served
 
 from converters.convert import convert
-from native_service import embedded_triton
-from native_service.triton_process import TritonServer
+from native_service.triton import embedded as embedded_triton
+from native_service.triton.process import TritonServer
 
 DIRECT, RELAY, FRONT = "direct", "relay", "front"
 WAYS = (DIRECT, RELAY, FRONT)

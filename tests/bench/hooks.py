@@ -28,8 +28,8 @@ from tritonclient.grpc import service_pb2
 
 from converters import repository, stages
 from converters.prepared import Prepared
-from native_service import embedded_triton
-from native_service.triton_process import TritonServer
+from native_service.triton import embedded as embedded_triton
+from native_service.triton.process import TritonServer
 from nereid_backend.spec import Hooks, ModelSpec, Program, TensorSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from serving import Served, write_adder
 
-from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_settings import ADMIN_SOCKET
+from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.settings import ADMIN_SOCKET
 from native_service.run_directory import MARK
 
 STAYING, GUEST, CHANGING = ("one", "two"), "guest", "changing"

@@ -27,8 +27,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from converters.convert import convert
-from native_service import embedded_triton
-from native_service.triton_process import TritonServer
+from native_service.triton import embedded as embedded_triton
+from native_service.triton.process import TritonServer
 
 HERE = Path(__file__).resolve().parent
 OURS, MINIMAL = "digits", "minimal"

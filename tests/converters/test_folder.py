@@ -345,13 +345,20 @@ def test_an_output_of_one_entry_for_all_rows_is_never_coalesced(scripted: Any) -
     assert (coalesce, "not one entry per row" in notes[0]) == (False, True)
 
 
-def test_an_output_declared_with_an_axis_it_lacks_is_never_coalesced(scripted: Any) -> None:
-    """[1] for one row passes as a left-out batch axis, [2] for two rows does not."""
-    path = scripted("def forward(self, x): return x.sum(1)", blocks("x", outputs=("y",), dims="[1]"))
+def test_an_output_whose_rows_are_not_told_apart_is_never_coalesced(scripted: Any) -> None:
+    """[2] for one row passes as a left-out batch axis, [6] for three rows does not."""
+    path = scripted("def forward(self, x): return x[:, :2].reshape(-1)", blocks("x", outputs=("y",), dims="[2]"))
     assert learned(path)[1:] == (
         False,
-        ("requests run one by one: 3 rows give an output 'y' of shape [3], not one entry per row",),
+        ("requests run one by one: 3 rows give an output 'y' of shape [6], not one entry per row",),
     )
+
+
+def test_dims_of_one_are_also_how_a_contract_declares_one_number_per_row(scripted: Any) -> None:
+    path = scripted("def forward(self, x): return x.sum(1)", blocks("x", outputs=("y",), dims="[1]"))
+    assert learned(path) == ((TensorSpec("y", "f32", (-1,), 0),), True, ())
+    path = scripted("def forward(self, x): return x.sum(1, keepdim=True)", blocks("x", outputs=("y",), dims="[1]"))
+    assert learned(path) == ((TensorSpec("y", "f32", (-1, 1), 0),), True, ())
 
 
 def test_a_batch_axis_left_out_of_one_row_does_not_keep_rows_apart(scripted: Any) -> None:

@@ -100,10 +100,58 @@ def test_a_model_that_remembers_is_found() -> None:
     assert dependence(lambda x: x + next(calls)) == "a row gives another result beside other rows"
 
 
-def test_results_that_are_not_finite_prove_nothing() -> None:
-    assert dependence(lambda x: x * np.nan) == (
-        "the results on made-up input are not finite, so nothing can be compared"
-    )
+NOTHING_COMPARED = "the results on made-up input are not finite, so nothing can be compared"
+
+
+def half_unknown(x: np.ndarray) -> np.ndarray:
+    return x * np.array([1, np.nan, np.nan], x.dtype)
+
+
+@pytest.mark.parametrize("run", [lambda x: x * np.nan, lambda x: x / 0, half_unknown])
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_results_that_are_not_finite_prove_nothing(run: Run) -> None:
+    assert dependence(run) == NOTHING_COMPARED
+
+
+def attend(x: np.ndarray) -> np.ndarray:
+    """Attention that hides zeros: a row of zeros alone has nothing left and gives NaN."""
+    scores = np.where(x == 0, -np.inf, x / 100)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        return weights / weights.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run"),
+    [
+        ("f32", attend),
+        ("i64", attend),
+        ("bool", attend),
+        ("f32", lambda x: np.log(x)),
+        ("f32", lambda x: np.where(x == 1, x, np.nan)),
+        ("f32", lambda x: np.where([True, False, True], x, -np.inf)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_rows_that_give_nan_by_themselves_hide_no_independence(dtype: str, run: Run) -> None:
+    assert dependence(run, dtype) is None
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: attend(x) - attend(x).mean(0),
+        lambda x: attend(x) * len(x),
+        lambda x: attend(x) * np.nansum(x),
+        lambda x: attend(x) + np.isnan(attend(x)).any(),
+        lambda x: np.cumsum(attend(x), 0),
+        lambda x: np.nancumsum(attend(x), 0),
+        lambda x: np.where(np.isnan(attend(x)).any(0), np.nan, attend(x)),
+        lambda x: np.where(x == 1, x * len(x), np.nan),
+    ],
+)
+def test_nan_hides_no_influence_of_other_rows(run: Run) -> None:
+    assert (dependence(run) or "").startswith("a row gives another result beside other rows")
 
 
 def test_a_model_that_fails_for_several_rows_is_found() -> None:
@@ -121,6 +169,18 @@ def test_an_onnx_model_that_accumulates_over_rows_is_not_coalesced(make_onnx: An
     prepared = prepare(make_onnx(nodes, [("x", 1, shape)], [("y", 1, shape)], constants={"axis": np.array(0)}))
     assert (prepared.spec.max_batch_size, prepared.spec.coalesce) == (32, False)
     assert prepared.notes == ("requests run one by one: a row gives another result beside other rows",)
+
+
+def test_an_onnx_model_that_hides_zeros_from_its_attention_is_coalesced(make_onnx: Any) -> None:
+    nodes = [
+        ("Equal", ["x", "zero"], ["hidden"]),
+        ("Where", ["hidden", "minus_infinity", "x"], ["scores"]),
+        ("Softmax", ["scores"], ["y"]),
+    ]
+    constants = {"zero": np.array(0, np.float32), "minus_infinity": np.array(-np.inf, np.float32)}
+    shape = ["n", 3]
+    prepared = prepare(make_onnx(nodes, [("x", 1, shape)], [("y", 1, shape)], constants=constants))
+    assert (prepared.spec.max_batch_size, prepared.spec.coalesce, prepared.notes) == (32, True, ())
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.mark.triton
 def test_a_bare_tritonserver_serves_the_golden_example(tmp_path: Path) -> None:
-    from native_service import embedded_triton
-    from native_service.triton_process import _environment
+    from native_service.triton import embedded as embedded_triton
+    from native_service.triton.process import _environment
 
     install = asyncio.run(embedded_triton.find())
     repo = tmp_path / "triton_models"

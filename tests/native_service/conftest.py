@@ -19,18 +19,19 @@ import pytest
 from fake_native_server import Faked
 from tritonclient.grpc import service_pb2
 
-from native_service import envoy_install, metrics
-from native_service.envoy_access import OPEN, Access
-from native_service.envoy_settings import Admitted
+from native_service.edge.grpc import Inference
+from native_service.edge.half_sent import HalfSent
+from native_service.edge.regions import Regions
+from native_service.envoy import install as envoy_install
+from native_service.envoy.access import OPEN, Access
+from native_service.envoy.settings import Admitted
 from native_service.front import Front
-from native_service.grpc_edge import Inference
-from native_service.half_sent import HalfSent
-from native_service.kserve_grpc import KServeService
-from native_service.metrics import Refusals
-from native_service.nereid_grpc import NativeServer, NereidService
-from native_service.regions import Regions
+from native_service.kserve.grpc import KServeService
+from native_service.nereid.grpc import NativeServer, NereidService
 from native_service.run_directory import RunDirectory
 from native_service.settings import Limits, ServerSettings
+from native_service.telemetry import metrics
+from native_service.telemetry.metrics import Refusals
 from nereid_backend.errors import EnvoyUnavailable
 from nereid_backend.spec import ModelSpec, TensorSpec
 

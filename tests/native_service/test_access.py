@@ -22,13 +22,15 @@ from aiohttp import ClientSession, TCPConnector
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2
 
-from native_service import certificates, credentials, envoy_access, kserve_http, roles
-from native_service.access_settings import AuthSettings, TlsSettings
-from native_service.credentials import Credentials, TokenRules
-from native_service.envoy_access import Access
-from native_service.log_records import FORMATTERS
+from native_service.access import certificates, credentials, roles
+from native_service.access.credentials import Credentials, TokenRules
+from native_service.access.roles import Role
+from native_service.envoy import access as envoy_access
+from native_service.envoy.access import Access
+from native_service.kserve import http as kserve_http
 from native_service.proto import inference_pb2
-from native_service.roles import Role
+from native_service.settings.access import AuthSettings, TlsSettings
+from native_service.telemetry.log_records import FORMATTERS
 from nereid_backend.errors import SettingsError
 from nereid_backend.spec import ModelSpec
 

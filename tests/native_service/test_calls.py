@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from native_service.calls import Call, Calls
-from native_service.failures import ASSISTED, CHECKPOINT
+from native_service.telemetry.calls import Call, Calls
+from native_service.telemetry.failures import ASSISTED, CHECKPOINT
 from nereid_backend.errors import InvalidArgument, ResourceExhausted, Unplanned
 
 

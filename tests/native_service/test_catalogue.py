@@ -12,9 +12,9 @@ from serving import input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
 
 from converters.convert import convert
-from native_service import catalogue
-from native_service.catalogue import Catalogue
-from native_service.conversion import Converted, Source
+from native_service.models import catalogue
+from native_service.models.catalogue import Catalogue
+from native_service.models.conversion import Converted, Source
 from native_service.settings import ModelSettings
 from nereid_backend.errors import EnvoyUnavailable, ModelLoadError, RepositoryError
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from native_service.checkpoint import CHUNK_BYTES, Budget, CheckpointReader, batched_shape
-from native_service.checkpoint import output_chunks as cut
-from native_service.infer_messages import Tensor
+from native_service.edge.infer_messages import Tensor
+from native_service.nereid.checkpoint import CHUNK_BYTES, Budget, CheckpointReader, batched_shape
+from native_service.nereid.checkpoint import output_chunks as cut
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, OverLimit, ResourceExhausted

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from native_service import settings
-from native_service.conversion import Converter, Source
+from native_service.models.conversion import Converter, Source
 from native_service.settings import ModelSettings
 from nereid_backend.errors import NereidError
 from nereid_backend.spec import ModelSpec

@@ -17,11 +17,13 @@ import pytest
 from click.testing import CliRunner
 from serving import write_adder
 
-from native_service import cli, doctor, embedded_triton, preflight, settings
-from native_service.doctor import Subject
-from native_service.preflight import OK, PROBLEM, WARNING, Finding
+from native_service import cli, settings
+from native_service.operation import doctor, preflight
+from native_service.operation.doctor import Subject
+from native_service.operation.preflight import OK, PROBLEM, WARNING, Finding
 from native_service.run_directory import RunDirectory, leftovers
 from native_service.settings import Limits
+from native_service.triton import embedded as embedded_triton
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from native_service import embedded_triton
+from native_service.triton import embedded as embedded_triton
 from nereid_backend.errors import TritonUnavailable
 
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from native_service import envoy_install
+from native_service.envoy import install as envoy_install
 from nereid_backend.errors import EnvoyUnavailable
 
 

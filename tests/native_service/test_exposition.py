@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from native_service.calls import SECONDS, Calls
-from native_service.envoy_settings import Admitted
-from native_service.exposition import Counted, Loads, exposition
-from native_service.failures import SURFACES, UNARY
-from native_service.metrics import Failed
+from native_service.envoy.settings import Admitted
+from native_service.telemetry.calls import SECONDS, Calls
+from native_service.telemetry.exposition import Counted, Loads, exposition
+from native_service.telemetry.failures import SURFACES, UNARY
+from native_service.telemetry.metrics import Failed
 from nereid_backend.spec import ModelSpec
 
 TRITON = """\

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native_service.envoy_listeners import FAILURE_FIELDS
-from native_service.failures import Failure, of_envoy, tell
+from native_service.envoy.listeners import FAILURE_FIELDS
+from native_service.telemetry.failures import Failure, of_envoy, tell
 
 LINE: dict[str, Any] = {
     "cluster": "model_m",

@@ -18,9 +18,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
-from native_service import envoy_process, front
-from native_service.envoy_admin import EnvoyAdmin
-from native_service.envoy_settings import Admitted
+from native_service import front
+from native_service.envoy import process as envoy_process
+from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.settings import Admitted
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.errors import EnvoyUnavailable, SettingsError

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from serving import Served, alive, checkpoint, chunk, input_tensor, meta, our_shared_memory, write_adder
 from tritonclient.grpc import InferenceServerClient, service_pb2
 
-from native_service import roles
+from native_service.access import roles
 from native_service.proto import inference_pb2
 
 pytestmark = pytest.mark.triton

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from native_service import hangup
-from native_service.hangup import Hangup
+from native_service.operation import hangup
+from native_service.operation.hangup import Hangup
 
 
 @pytest.fixture

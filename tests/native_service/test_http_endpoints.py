@@ -7,11 +7,11 @@ from types import MappingProxyType
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
-from native_service.calls import Calls
-from native_service.envoy_settings import Admitted
-from native_service.exposition import Counted, Loads
-from native_service.http_endpoints import HttpEndpoints
-from native_service.metrics import Failed
+from native_service.edge.http_endpoints import HttpEndpoints
+from native_service.envoy.settings import Admitted
+from native_service.telemetry.calls import Calls
+from native_service.telemetry.exposition import Counted, Loads
+from native_service.telemetry.metrics import Failed
 from nereid_backend.spec import ModelSpec
 
 

@@ -19,11 +19,12 @@ import grpc
 import numpy as np
 import pytest
 
-from native_service import half_sent, roles
-from native_service.credentials import Credentials
-from native_service.envoy_access import Access
-from native_service.envoy_scripts import KSERVE
-from native_service.kserve_http import ROUTES
+from native_service.access import roles
+from native_service.access.credentials import Credentials
+from native_service.edge import half_sent
+from native_service.envoy.access import Access
+from native_service.envoy.scripts import KSERVE
+from native_service.kserve.http import ROUTES
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.spec import ModelSpec

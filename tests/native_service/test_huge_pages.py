@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from native_service import envoy_install, huge_pages
+from native_service.envoy import huge_pages
+from native_service.envoy import install as envoy_install
 from nereid_backend.spec import ModelSpec
 
 PAGE = 4096

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_native_server import WAIT_S, Faked, answers, echo, refuse
 
-from native_service.client_messages import Contract
+from native_service.client.messages import Contract
 from native_service.proto import inference_pb2 as pb
 
 R16 = np.arange(16, dtype=np.float32)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from native_service.infer_messages import Tensor, read_outputs, write_request
+from native_service.edge.infer_messages import Tensor, read_outputs, write_request
 from nereid_backend.errors import EngineError
 from nereid_backend.spec import TensorSpec
 

@@ -35,7 +35,8 @@ from hostile_client import (
 )
 from tritonclient.grpc import service_pb2
 
-from native_service import envoy_limits, half_sent
+from native_service.edge import half_sent
+from native_service.envoy import limits as envoy_limits
 from native_service.settings import Limits
 from nereid_backend.spec import ModelSpec
 

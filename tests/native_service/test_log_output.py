@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from native_service.log_output import BackgroundHandler
+from native_service.telemetry.log_output import BackgroundHandler
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_pipe_nobody_reads_blocks_no_one_and_the_loss_is_told(pipe: tuple[int,
 def test_a_process_whose_log_nobody_reads_ends() -> None:
     program = (
         "import logging, sys\n"
-        "from native_service.log_output import BackgroundHandler\n"
+        "from native_service.telemetry.log_output import BackgroundHandler\n"
         "logging.basicConfig(handlers=[BackgroundHandler(2)])\n"
         "for _ in range(300):\n"
         "    logging.warning('x' * 999)\n"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native_service.log_records import SECRETS, JsonFormatter, KindLimit, Secrets, TextFormatter
-from native_service.recent_failures import RecentFailures
+from native_service.telemetry.log_records import SECRETS, JsonFormatter, KindLimit, Secrets, TextFormatter
+from native_service.telemetry.recent_failures import RecentFailures
 
 
 def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:

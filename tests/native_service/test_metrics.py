@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from native_service.metrics import Failed, Refusals, Tally, with_failures
+from native_service.telemetry.metrics import Failed, Refusals, Tally, with_failures
 from nereid_backend.errors import DeadlineExceeded, InvalidArgument, ModelUnavailable, OverLimit, ResourceExhausted
 
 TEXT = """\

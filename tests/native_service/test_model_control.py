@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from native_service import settings, watch
-from native_service.catalogue import Catalogue
-from native_service.conversion import Converted, Source
-from native_service.model_control import ModelControl, Outcome
+from native_service import settings
+from native_service.models import watch
+from native_service.models.catalogue import Catalogue
+from native_service.models.control import ModelControl, Outcome
+from native_service.models.conversion import Converted, Source
 from native_service.settings import ModelSettings
 from nereid_backend.errors import BundleError, ModelLoadError, NereidError, NotFound, TritonUnavailable
 from nereid_backend.spec import ModelSpec

@@ -8,7 +8,7 @@ import textwrap
 def test_orphans_are_waited_for_and_children_of_our_own_keep_their_exit_code() -> None:
     program = """
         import asyncio, ctypes, os, sys, time
-        from native_service.orphans import _zombies, reap
+        from native_service.children.orphans import _zombies, reap
 
         PR_SET_CHILD_SUBREAPER = 36
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the first process of a container is

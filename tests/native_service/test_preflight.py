@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from native_service import preflight
-from native_service.embedded_triton import TritonInstall
-from native_service.preflight import Machine
+from native_service.operation import preflight
+from native_service.operation.preflight import Machine
 from native_service.settings import Limits
+from native_service.triton.embedded import TritonInstall
 from nereid_backend.errors import TritonUnavailable
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from native_service import processes
+from native_service.children import processes
 
 
 def is_alive(pid: int) -> bool:
@@ -28,7 +28,7 @@ def test_a_child_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -
     parent = subprocess.Popen(
         [sys.executable, "-c", f"""
 import asyncio, os, pathlib
-from native_service import processes
+from native_service.children import processes
 async def main():
     child = await processes.start(["sleep", "60"], os.environ)
     pathlib.Path({str(note)!r}).write_text(str(child.process.pid))

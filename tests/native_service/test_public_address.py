@@ -29,8 +29,8 @@ from serving import Served, checkpoint, chunk, infer, input_tensor, meta, tensor
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from native_service.failures import SURFACES
 from native_service.proto import inference_pb2 as pb
+from native_service.telemetry.failures import SURFACES
 
 pytestmark = pytest.mark.triton
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from native_service import stubs
-from native_service.stubs import StubRecord
+from native_service.triton import stubs
+from native_service.triton.stubs import StubRecord
 from nereid_backend import pulse
 
 # A model's process in a few lines: a run sleeps for what stands on a line of stdin, without the interpreter's lock or,

@@ -15,8 +15,8 @@ import pytest
 from onnx import TensorProto, helper, save
 from serving import Served, checkpoint, chunk, meta, tensors_of
 
+from native_service.edge.regions import Region
 from native_service.proto import inference_pb2 as pb
-from native_service.regions import Region
 from native_service.settings import Limits
 from nereid_backend.spec import ModelSpec
 

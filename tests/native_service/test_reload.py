@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from native_service import settings
-from native_service.model_control import Outcome
-from native_service.reload import Part, Reload
+from native_service.models.control import Outcome
+from native_service.operation.reload import Part, Reload
 from native_service.settings import ServerSettings
 from nereid_backend.errors import BundleError, SettingsError
 

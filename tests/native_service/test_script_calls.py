@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native_service.script_calls import Counts, _Lines, with_script_counts
+from native_service.nereid.script_calls import Counts, _Lines, with_script_counts
 
 
 def cut(lines: _Lines, *parts: bytes) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from native_service import cli
-from native_service.control_channel import ControlChannel
+from native_service.operation.control_channel import ControlChannel
 from native_service.run_directory import CONTROL_SOCKET, RunDirectory
 from nereid_backend.errors import NereidError, ServerUnavailable
 

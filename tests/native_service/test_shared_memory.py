@@ -12,7 +12,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from native_service.shared_memory import SharedMemory
+from native_service.kserve.shared_memory import SharedMemory
 from nereid_backend.errors import NotFound, OverLimit
 from nereid_backend.spec import ModelSpec
 
@@ -120,7 +120,7 @@ def test_a_call_that_never_ends_on_an_abandoned_region_keeps_nobody_from_registe
     monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("native_service.shared_memory._MOST_REGIONS", 1)
+        monkeypatch.setattr("native_service.kserve.shared_memory._MOST_REGIONS", 1)
         triton = Triton()
         memory = SharedMemory(triton, (("key", "secret"),))
         gone = Object(name=f"test-{os.getpid()}-gone", create=True, size=4096)

@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from native_service.triton_errors import load_failure
-from native_service.triton_log import TritonLog
+from native_service.triton.errors import load_failure
+from native_service.triton.log import TritonLog
 
 
 def test_information_is_quiet_and_what_models_print_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from native_service import embedded_triton
-from native_service.triton_addresses import SOCKET_SUFFIX
-from native_service.triton_process import TritonServer
+from native_service.triton import embedded as embedded_triton
+from native_service.triton.addresses import SOCKET_SUFFIX
+from native_service.triton.process import TritonServer
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
 
@@ -95,7 +95,7 @@ def test_the_process_of_a_load_that_hangs_is_killed_at_its_deadline_and_the_serv
 
 
 def test_a_load_that_nothing_ends_is_not_tried_again(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("native_service.triton_process._LET_GO_S", 0.2)
+    monkeypatch.setattr("native_service.triton.process._LET_GO_S", 0.2)
 
     async def scenario() -> None:
         await server.start()
@@ -175,7 +175,7 @@ def test_a_port_taken_meanwhile_is_tried_again(server: TritonServer, tmp_path: P
 
 
 def test_a_server_that_ignores_sigterm_is_killed(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("native_service.triton_process._STOP_GRACE_S", 0.3)
+    monkeypatch.setattr("native_service.triton.process._STOP_GRACE_S", 0.3)
     server._environment["FAKE_TRITON"] = "ignores-sigterm"
 
     async def scenario() -> None:

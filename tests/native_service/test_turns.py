@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from native_service.catalogue import Catalogue
-from native_service.conversion import Converted, Source
+from native_service.models.catalogue import Catalogue
+from native_service.models.conversion import Converted, Source
 from native_service.settings import ModelSettings
 from nereid_backend.spec import ModelSpec
 

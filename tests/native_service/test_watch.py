@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from native_service import watch
-from native_service.watch import fingerprint, scan, settled
+from native_service.models import watch
+from native_service.models.watch import fingerprint, scan, settled
 
 
 class Views:

@@ -21,8 +21,9 @@ from hooked_bundle import RAGGED_HOOKS, RAGGED_TENSORS, write_bundle
 from live import CONTROLLED, ROW, Live, code_of, listing, live, stubs, write_adding_twice
 from serving import input_tensor, our_shared_memory
 
-from native_service import restarts, watchdog
-from native_service.watchdog import Watchdog
+from native_service.children import restarts
+from native_service.triton import watchdog
+from native_service.triton.watchdog import Watchdog
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
 

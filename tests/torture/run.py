@@ -25,7 +25,7 @@ import deaths  # noqa: F401 - its scenarios
 from ground import MIB, Ground, Impossible, Missed, standing
 from scenarios import SCENARIOS, Scenario
 
-from native_service import orphans
+from native_service.children import orphans
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"

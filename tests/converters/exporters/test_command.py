@@ -15,7 +15,7 @@ from converters.exporters import command
 MODEL = """
 import numpy as np
 import jax.numpy as jnp
-from converters.exporters import JaxModel
+from converters.exporters import Exported, JaxModel
 from offsets import OFFSET
 
 def double(params, x):
@@ -30,6 +30,14 @@ def broken():
     return jnp.nonsense
 
 number = 3
+
+class Tree:
+    # A kind of model that is not compiled for sizes.
+
+    def export(self, directory, *, force=False):
+        return Exported(directory, (), {"label": 0.0}, (f"forced: {force}",))
+
+tree = Tree()
 """
 
 
@@ -72,10 +80,21 @@ def test_a_bundle_is_replaced_only_with_force(models: Path) -> None:
     assert written == ["manifest.yaml", "model.mlir", "weights.safetensors"]
 
 
+def test_any_description_is_exported_with_the_options_that_it_has(models: Path) -> None:
+    done = export("models/model.py:tree", "--force")
+    assert done.stdout == (
+        "models/model.py:tree -> bundles/tree (batch sizes: none; largest difference: label 0.0e+00)\n"
+    )
+    assert done.stderr == "note: models/model.py:tree: forced: True\n"
+    refused = export("models/model.py:tree", "--batch-sizes", "1", "--no-provenance")
+    words = "a Tree has no --batch-sizes and no --provenance; leave it out"
+    assert (refused.exit_code, words in refused.stderr) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["models/model.py:number"], 1, "is of type int; make it a converters.exporters.JaxModel"),
+        (["models/model.py:number"], 1, "is of type int; make it a description such as JaxModel"),
         (["models/model.py:nothing"], 1, "models/model.py has no 'nothing'"),
         (["models/none.py:x"], 1, "models/none.py is not there"),
         (["models/model.py:broken"], 1, "return jnp.nonsense"),

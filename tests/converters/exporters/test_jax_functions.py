@@ -240,13 +240,14 @@ def test_a_difference_on_rows_that_nobody_exported_with_is_found(
     class Overfitted(jax_functions._Function):
         """Its program is right for the examples only."""
 
-        def trials(self, size: int | None) -> Any:
-            for trial in super().trials(size):
-                known = all(row.tobytes() in seen for row in trial.inputs[0])
-                assert known == trial.what.startswith("the example inputs")
-                if not known:
-                    trial.expected[0] = trial.expected[0] + np.float32(0.1)
-                yield trial
+        def original(self) -> Any:
+            run = super().original()
+
+            def right(inputs: Any) -> Any:
+                known = all(row.tobytes() in seen for row in inputs[0])
+                return [result if known else result + np.float32(0.1) for result in run(inputs)]
+
+            return right
 
     monkeypatch.setattr(jax_functions, "_Function", Overfitted)
     with pytest.raises(ExportError, match="inputs that were not exported with at batch size 1 by"):

@@ -100,6 +100,22 @@ def test_the_patch_of_a_changed_work_tree_makes_its_code_and_the_repository_stay
     assert files(tmp_path / "again") == files(work_tree)
 
 
+def test_a_change_of_the_commits_own_second_is_in_the_patch(work_tree: Path, tmp_path: Path) -> None:
+    # As on a slow disk: git tells by the time of its index that such a file must be read.
+    second = 1_700_000_000
+    file, index = work_tree / "models" / "model.py", work_tree / ".git" / "index"
+    git(work_tree, "config", "core.trustctime", "false")
+    for path in (file, index):
+        os.utime(path, (second, second))
+    git(work_tree, "add", "--renormalize", "models")
+    file.write_text(CODE.replace("2", "3"))
+    for path in (file, index):
+        os.utime(path, (second, second))
+    recorded = exported(work_tree, tmp_path / "changed")
+    assert (recorded["git_dirty"], recorded.get("git_diff_file")) == (True, "working_tree.patch")
+    assert b"+    return x * 3" in (tmp_path / "changed" / "working_tree.patch").read_bytes()
+
+
 def test_a_patch_beyond_the_limit_is_left_out(work_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "MAX_PATCH_BYTES", 1000)
     (work_tree / "data.bin").write_bytes(bytes(1001))

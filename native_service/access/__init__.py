@@ -1,0 +1,1 @@
+"""Who may call: roles, keys and tokens, certificates."""

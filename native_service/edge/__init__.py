@@ -1,0 +1,1 @@
+"""What every call of our own servers passes, whatever its protocol."""

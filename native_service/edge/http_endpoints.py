@@ -1,0 +1,105 @@
+"""Health and metrics over HTTP, for probes and Prometheus; there is no inference here.
+
+Envoy stands before it on ``server.http_addr``: it knows TLS, keys, and when to give up on a caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from native_service.envoy.settings import Admitted
+from native_service.telemetry.exposition import Counted, Loads, exposition
+from nereid_backend.errors import EnvoyUnavailable
+
+_LOG = logging.getLogger("nereid.http")
+
+_METRICS_TIMEOUT_S = 5.0
+_METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+
+
+def is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
+    """A filter of log records: aiohttp tells bytes that are no HTTP with a traceback each, and fills the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+_LOG.addFilter(is_not_about_bad_bytes)
+
+
+class HttpEndpoints:
+    """The HTTP server behind ``server.http_addr``, on a Unix socket."""
+
+    def __init__(
+        self,
+        socket: str,
+        *,
+        models: Mapping[str, Admitted],
+        is_answering: Callable[[], Awaitable[bool]],
+        metrics: str,
+        counted: Callable[[], Awaitable[Counted]],
+        loads: Callable[[], Loads],
+    ) -> None:
+        """``models`` may change meanwhile; ``is_answering`` tells whether calls get to Triton now; ``metrics`` is
+        Triton's metrics ``host:port``; ``counted`` and ``loads`` are what is shown beside those."""
+        self._socket = socket
+        self._models = models
+        self._is_answering = is_answering
+        self._metrics_url = f"http://{metrics}/metrics"
+        self._counted, self._loads = counted, loads
+        self._session: ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/v2/health/live", self._live),
+                web.get("/v2/health/ready", self._ready),
+                web.get("/v2/models/{model}/ready", self._model_ready),
+                web.get("/v2/models/{model}/versions/{version}/ready", self._model_ready),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
+        self._runner = web.AppRunner(application, access_log=None, logger=_LOG)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, self._socket).start()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        lacks = any(model.away and model.required for model in self._models.values())
+        return web.Response(status=200 if not lacks and await self._is_answering() else 400)
+
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        model = self._models.get(request.match_info["model"])
+        there = model is not None and not model.away and request.match_info.get("version", "1") == "1"
+        return web.Response(status=200 if there and await self._is_answering() else 400)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        if self._session is None:
+            return web.Response(status=503)
+        try:
+            async with self._session.get(self._metrics_url) as answer:
+                if answer.status != 200:
+                    return web.Response(status=503, text="Triton has no metrics\n")
+                triton, counted = await answer.text(), await self._counted()
+                # With a hundred models it takes a tenth of a second, which calls need not wait for.
+                text = await asyncio.to_thread(exposition, triton, dict(self._models), counted, self._loads())
+        except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
+            return web.Response(status=503, text="Triton does not answer\n")
+        except EnvoyUnavailable as error:
+            return web.Response(status=503, text=f"{error}\n")
+        return web.Response(body=text.encode(), headers=_METRICS_HEADERS)

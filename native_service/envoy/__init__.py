@@ -1,0 +1,1 @@
+"""Envoy in front: where it comes from, its configuration, its process."""

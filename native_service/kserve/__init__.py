@@ -1,0 +1,1 @@
+"""KServe v2, where Triton cannot answer by itself."""

@@ -1,0 +1,1 @@
+"""What is served, and how it comes, changes and goes."""

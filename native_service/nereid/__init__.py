@@ -1,0 +1,1 @@
+"""The native service: ``inference.Nereid`` and the calls of programs."""

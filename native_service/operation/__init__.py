@@ -1,0 +1,1 @@
+"""What people do with a server: look at the machine and at it, and change it while it runs."""

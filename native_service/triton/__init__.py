@@ -1,0 +1,1 @@
+"""tritonserver: where it comes from, its process, and the processes of its models."""

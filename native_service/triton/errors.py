@@ -1,0 +1,47 @@
+"""What a person needs out of Triton's error texts."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+
+from native_service.envoy.scripts import PROCESS_DIED, STUB_IS_DEAD
+from nereid_backend.errors import NereidError, split_code
+
+_LONGEST = 500
+# load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
+_LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
+_DEAD_STUB = re.compile(r"Stub process '[^']*' is not healthy")
+_TRACEBACK = re.compile(r"\n\s*\nAt:\n.*|\nTraceback \(most recent call last\):.*?(?=\n\S)", re.DOTALL)
+_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+){2,}/([\w.+@-]+)")
+
+
+def load_failure(text: str) -> str:
+    """The reason in a failed load's text: the last exception line, with no traceback and no server paths."""
+    match = _LOAD_FAILED.search(text)
+    reason = _TRACEBACK.sub("", match[1] if match else text)
+    if _DEAD_STUB.search(reason):
+        return "its process ended while it was starting; its last words are in the log above"
+    lines = [line.strip().rstrip(";").strip() for line in reason.splitlines()]
+    return without_paths(" ".join(line for line in lines if line))[:_LONGEST] or "Triton gave no reason"
+
+
+def canonical(code: str, text: str) -> tuple[str, str]:
+    """The name of the code and the text that an error of a model is meant to have; Triton lacks some codes."""
+    told = split_code(text)
+    return told if told and told[0] in grpc.StatusCode.__members__ else (code, text)
+
+
+def status_of(error: NereidError | grpc.aio.AioRpcError) -> tuple[str, str]:
+    """The name of the gRPC status and the whole text of an error that ends a call."""
+    if isinstance(error, NereidError):
+        return error.code, str(error)
+    # Triton's own code and words: the runtime inside has made them fit for a client.
+    text = error.details() or "Triton gave no reason"
+    return ("UNAVAILABLE", PROCESS_DIED) if STUB_IS_DEAD in text else canonical(error.code().name, text)
+
+
+def without_paths(text: str) -> str:
+    """``text`` with every absolute path cut down to its last part."""
+    return _PATH.sub(r"\1", text)
