@@ -324,9 +324,13 @@ async def _connect(address: str, opened: AsyncExitStack) -> Connections:
     return Connections(channel, await opened.enter_async_context(AsyncClient(address, attempts=1)))
 
 
-def write_models(folder: Path, server: str = "") -> Path:
-    """The models of the load below ``folder`` and the settings that serve them; ``server`` is added to those."""
-    (models := folder / "models").mkdir()
+def write_models(folder: Path, more: str = "") -> Path:
+    """The models of the load below ``folder`` and the settings that serve them, and what is there already.
+
+    ``more`` is added to the settings of the latter.
+    """
+    (models := folder / "models").mkdir(exist_ok=True)
+    others = [path.stem for path in sorted(models.iterdir())]
     write_adder(models / "adder.onnx")
     write_adder(models / "large.onnx", width=LARGE_FLOATS)
     write_slow(models / "slow.onnx")
@@ -335,6 +339,7 @@ def write_models(folder: Path, server: str = "") -> Path:
     (models / "job" / "requirements.txt").write_text("")
     (models / "job" / "model_inference.textproto").write_text("input_shape: [-1]\noutput_shape: [-1]\n")
     rows = "".join(f"  - {{name: {n}, device: cpu, queue_capacity: {c}}}\n" for n, c in CAPACITIES.items())
+    rows += "".join(f"  - {{name: {name}, device: cpu, queue_capacity: 8{more}}}\n" for name in others)
     settings = folder / "nereid.yaml"
-    settings.write_text(f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models{server}}}\nmodels:\n{rows}")
+    settings.write_text(f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{rows}")
     return settings

@@ -8,6 +8,7 @@ import hashlib
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -102,6 +103,14 @@ class Ground:
                         raise Missed(f"{name} does not answer: {error or 'nothing comes'}") from None
                 await asyncio.sleep(0.05)
 
+    async def reload(self) -> int:
+        """The exit code of ``nereid reload``."""
+        command = (sys.executable, "-m", "native_service.cli", "reload", str(self.served.process.pid))
+        reloading = await asyncio.create_subprocess_exec(
+            *command, env={**os.environ, "NEREID_CACHE_DIR": str(self.cache)}, stdout=asyncio.subprocess.DEVNULL
+        )
+        return await reloading.wait()
+
     async def next_start(self) -> None:
         """The server has ended: another one with the same settings and cache starts, answers and ends."""
         await self.load.pause()
@@ -160,12 +169,11 @@ async def _ask(client: AsyncClient, name: str) -> None:
 class Terms:
     """What holds for every scenario unless it says otherwise."""
 
-    settings: str = ""  # further keys of the section server
+    models: str = ""  # what is added to the settings of further models
     most_mib: int = 1500
     callers: Mapping[str, int] | None = None
     environment: Mapping[str, str] | None = None
     exit_code: int = 0
-    arguments: tuple[str, ...] = ()
 
 
 @asynccontextmanager
@@ -175,15 +183,18 @@ async def standing(folder: Path, seed: int, terms: Terms, prepare: Callable[[Pat
     ``prepare`` may put further models beside those of the load, or a small disk below the cache.
     """
     (cache := folder / "cache").mkdir(mode=0o700)
-    (folder / "tmp").mkdir()
+    for name in ("tmp", "models"):
+        (folder / name).mkdir()
     prepare(folder)
     for name in ("triton", "environments"):  # fetched and built once for all
         (cache_folder() / name).mkdir(mode=0o700, exist_ok=True)
         (cache / name).symlink_to(cache_folder() / name)
-    settings = write_models(folder, terms.settings)
+    settings = write_models(folder, terms.models)
     own = {"NEREID_CACHE_DIR": str(cache), "TMPDIR": str(folder / "tmp"), **(terms.environment or {})}
+    if clock := own.get("FAKETIME_TIMESTAMP_FILE"):
+        own["FAKETIME_TIMESTAMP_FILE"] = str(folder / clock)
     served = await asyncio.to_thread(
-        lambda: Served(folder, "--config", str(settings), *terms.arguments, log=folder / "log", environment=own)
+        lambda: Served(folder, "--config", str(settings), log=folder / "log", environment=own)
     )
     try:
         async with connected(served.state["address"], seed) as load:

@@ -21,11 +21,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import deaths  # noqa: F401 - its scenarios
+import deaths
+import models
+import shortages
+import strangers
 from ground import MIB, Ground, Impossible, Missed, standing
 from scenarios import SCENARIOS, Scenario
 
 from native_service.children import orphans
+
+# Importing them is what fills the list.
+assert all(module.scenario for module in (deaths, models, shortages, strangers))
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
