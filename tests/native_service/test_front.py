@@ -749,6 +749,22 @@ def test_an_envoy_that_dies_during_a_change_comes_back_with_the_models_from_befo
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("text", ["'adder' is not found", "'adder' has no available versions"])
+def test_a_served_model_that_triton_does_not_know_yet_is_unavailable(fronting: Fronting, spec: Spec, text: str) -> None:
+    """As after a restart of Triton: a call whose tensors took long to come was let in before it."""
+
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            triton = service.triton
+            triton.behave = triton.fail(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: {text}")
+            for call in (infer(service.channel, infer_request((16,))), all_of(checkpoint(service.channel))):
+                assert (await status(call))[0] is grpc.StatusCode.UNAVAILABLE
+            code, _ = await status(infer(service.channel, infer_request((16,), "nobody")))
+            assert code is grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (16,)])  # to Triton, and through our service
 def test_a_dead_process_behind_triton_is_unavailable(fronting: Fronting, spec: Spec, shape: tuple[int, ...]) -> None:
     async def scenario() -> None:
