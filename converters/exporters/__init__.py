@@ -2,6 +2,7 @@
 
 from converters.bundle import read_bundle_weights as read_bundle_weights
 from converters.exporters.bundle_writer import write_bundle as write_bundle
+from converters.exporters.client_side import ClientSide as ClientSide
 from converters.exporters.description import Description as Description
 from converters.exporters.description import Exported as Exported
 from converters.exporters.jax_functions import JaxModel as JaxModel
