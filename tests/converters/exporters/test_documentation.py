@@ -5,10 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from converters.convert import prepare
+
 README = Path(__file__).parents[3] / "converters" / "README.md"
 
 
-@pytest.mark.parametrize(("chapter", "library"), [("Export from JAX", "jax")])
+@pytest.mark.parametrize(
+    ("chapter", "library"),
+    [
+        ("Export from JAX", "jax"),
+        ("Export from ONNX", "onnx"),
+        ("Export from scikit-learn", "skl2onnx"),
+        ("Export from XGBoost", "onnxmltools"),
+    ],
+)
 def test_the_export_in_the_readme_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chapter: str, library: str
 ) -> None:
@@ -17,4 +27,5 @@ def test_the_export_in_the_readme_works_as_written(
     (code,) = re.findall(r"^```python\n(.*?)^```", text.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    assert len(list(tmp_path.glob("bundles/*/manifest.yaml"))) == 1
+    (written,) = (tmp_path / "bundles").iterdir()
+    assert prepare(written).spec.name == written.name
