@@ -396,16 +396,6 @@ def test_a_module_without_batch_sizes_takes_the_shapes_of_the_examples(tmp_path:
     assert [tensor.shape for tensor in prepare(done.directory).spec.inputs] == [(3, 4), ()]
 
 
-def test_programs_are_written_for_readers_twelve_weeks_older(tmp_path: Path) -> None:
-    from jax.extend.mlir.dialects import stablehlo
-
-    export_jax(lambda _, x: x + 1, None, X, tmp_path / "plain", batch_sizes=[1])
-    age = stablehlo.StablehloCompatibilityRequirement.WEEK_12
-    version = stablehlo.get_version_from_compatibility_requirement(age)
-    assert f"StableHLO_v{version}".encode() in (tmp_path / "plain" / "model.b1.mlir").read_bytes()[:64]
-    assert version != stablehlo.get_current_version()
-
-
 @pytest.mark.parametrize(
     ("function", "examples", "options", "words"),
     [
