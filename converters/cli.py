@@ -9,6 +9,8 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,20 @@ DEFAULT_OUTPUT = Path("triton_models")
 DEFAULT_SIGNATURE = "serving_default"
 ISOLATED = "isolated"
 """As click's ``obj``: nothing but the command runs in this process, and a child of its own may do the work."""
+
+
+@contextmanager
+def _tidy_on_sigterm() -> Iterator[None]:
+    """SIGTERM meanwhile raises, so that what was begun is removed."""
+
+    def leave(_number: int, _frame: Any) -> None:
+        raise SystemExit(1)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @click.command(name="convert")
@@ -52,6 +68,7 @@ ISOLATED = "isolated"
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing into the repository.")
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write what became of each model; a second run does what is missing or changed.")  # fmt: skip
+@_tidy_on_sigterm()
 def command(
     sources: tuple[Path, ...],
     output: Path,
@@ -83,7 +100,6 @@ def command(
         raise click.UsageError(
             "--queue-capacity goes with --backpressure triton; nereid serve takes it from nereid.yaml"
         )
-    signal.signal(signal.SIGTERM, _leave)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for log in (_LOG, logging.getLogger("nereid.environments")):  # a build takes minutes
         log.setLevel(logging.INFO)
@@ -128,6 +144,7 @@ def command(
 @click.command(name="check")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, with tensors, weights and arity.")
+@_tidy_on_sigterm()
 def check(sources: tuple[Path, ...], as_json: bool) -> None:
     """Say what conversion would refuse, one line a model, without reading weights or running anything.
 
@@ -136,7 +153,6 @@ def check(sources: tuple[Path, ...], as_json: bool) -> None:
     from converters.check import check_all, one_line
     from converters.discover import passed_over
 
-    signal.signal(signal.SIGTERM, _leave)
     found = [model for source in sources for model in _found(source)]
     accepted = True
     for report in check_all(found, in_child=_isolated()):
@@ -155,6 +171,7 @@ def check(sources: tuple[Path, ...], as_json: bool) -> None:
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="BUNDLE...")
 @click.option("--copy/--replace", "copy", default=None,
               help="Keep the original weights beside the new ones, or put the new ones in their place.")  # fmt: skip
+@_tidy_on_sigterm()
 def migrate(sources: tuple[Path, ...], copy: bool | None) -> None:
     """Bring the weights of bundles from the legacy layout to program order.
 
@@ -163,7 +180,6 @@ def migrate(sources: tuple[Path, ...], copy: bool | None) -> None:
     """
     if copy is None:
         raise click.UsageError("choose --copy or --replace")
-    signal.signal(signal.SIGTERM, _leave)
     migrated = [_migrate(source, copy=copy) for given in sources for source in _found(given)]
     if not all(migrated):
         sys.exit(1)
@@ -229,10 +245,6 @@ def _found(source: Path) -> list[Path]:
         sys.exit(1)
     except OSError:
         return [source]
-
-
-def _leave(_number: int, _frame: Any) -> None:
-    raise SystemExit(1)  # so that what was begun is removed
 
 
 def main() -> None:

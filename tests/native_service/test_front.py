@@ -496,7 +496,7 @@ def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting:
                     answered += 1
 
             loads = [asyncio.create_task(load(model)) for model in ("adder", "other") for _ in range(4)]
-            for number in range(20):
+            for number in range(6):
                 await service.front.set_models([*stays, Admitted(spec(f"guest{number}"), 1)])
                 assert (await infer(service.channel, infer_request(model=f"guest{number}"))).outputs
                 assert await health(service.channel, f"guest{number}") == health_pb2.HealthCheckResponse.SERVING
@@ -744,6 +744,22 @@ def test_an_envoy_that_dies_during_a_change_comes_back_with_the_models_from_befo
                 for shape in ((1, 16), (16,)):
                     assert (await infer(service.channel, infer_request(shape, name), wait_for_ready=True)).outputs
             code, _ = await status(infer(service.channel, infer_request(model="guest")))
+            assert code is grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", ["'adder' is not found", "'adder' has no available versions"])
+def test_a_served_model_that_triton_does_not_know_yet_is_unavailable(fronting: Fronting, spec: Spec, text: str) -> None:
+    """As after a restart of Triton: a call whose tensors took long to come was let in before it."""
+
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            triton = service.triton
+            triton.behave = triton.fail(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: {text}")
+            for call in (infer(service.channel, infer_request((16,))), all_of(checkpoint(service.channel))):
+                assert (await status(call))[0] is grpc.StatusCode.UNAVAILABLE
+            code, _ = await status(infer(service.channel, infer_request((16,), "nobody")))
             assert code is grpc.StatusCode.NOT_FOUND
 
     asyncio.run(scenario())
