@@ -30,7 +30,9 @@ CONCURRENCY = "concurrency"
 HOOK_PROCESSES = "hook_processes"
 MOST_PROCESSES = 64
 CLIENT_AXIS_ORDER, AXIS_ORDERS = "client_axis_order", ("julia", "wire")
-_OPTIONS = (CONCURRENCY, PREPROCESS, POSTPROCESS, HOOK_PROCESSES, CLIENT_AXIS_ORDER)
+EXPORTED_FILES = "exported_files"
+"""SHA-256 by name of what an export put beside the programs, so that it knows what it may replace."""
+_OPTIONS = (CONCURRENCY, PREPROCESS, POSTPROCESS, HOOK_PROCESSES, CLIENT_AXIS_ORDER, EXPORTED_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,9 @@ def _options(raw: Any) -> Mapping[str, Any]:
             f"manifest 'nereid.{CLIENT_AXIS_ORDER}' must be one of {', '.join(AXIS_ORDERS)}, got "
             f"{_kind(raw[CLIENT_AXIS_ORDER])}"
         )
+    files = raw.get(EXPORTED_FILES, {})
+    if not isinstance(files, Mapping) or not all(isinstance(name, str) and is_file_name(name) for name in files):
+        raise ManifestError(f"manifest 'nereid.{EXPORTED_FILES}' must have file names as keys, got {_kind(files)}")
     return dict(raw)
 
 

@@ -6,7 +6,7 @@ import importlib.machinery
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nereid_backend.errors import BundleError
@@ -25,8 +25,11 @@ class Prepared:
     """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user.
 
     ``stages`` are models of their own that this one, an ensemble, is made of. ``most_waiting``: the requests that
-    Triton itself lets wait, None for no limit (``backpressure``). Raises BundleError for files that would
-    take the place of the converted model's own, or be code of a model that has none.
+    Triton itself lets wait, None for no limit (``backpressure``). ``labels``: by output, the one of
+    ``files`` with a label per class. ``taken_over`` says what of a Triton model's configuration stays as it was.
+
+    Raises BundleError for files that would take the place of the converted model's own, or be code of a model that has
+    none.
     """
 
     spec: ModelSpec
@@ -34,6 +37,8 @@ class Prepared:
     notes: tuple[str, ...] = ()
     stages: tuple[Prepared, ...] = ()
     most_waiting: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taken_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.files:

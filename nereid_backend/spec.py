@@ -8,7 +8,7 @@ guessing would serve a model under another contract than the one that was checke
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,16 @@ class TensorSpec:
         if self.batch_axis is None:
             return self.shape
         return (*self.shape[: self.batch_axis], size, *self.shape[self.batch_axis + 1 :])
+
+
+def variable_axes(tensors: Sequence[TensorSpec]) -> tuple[tuple[int, int], ...]:
+    """(tensor, axis) of every variable axis but the batch, in their order and wire order."""
+    return tuple(
+        (index, axis)
+        for index, tensor in enumerate(tensors)
+        for axis, size in enumerate(tensor.shape)
+        if size == VARIABLE and axis != tensor.batch_axis
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +209,7 @@ class ModelSpec:
 
     @property
     def variable_axes(self) -> tuple[tuple[int, int], ...]:
-        """(input, axis) of every variable input axis but the batch, in input and wire order."""
-        return tuple(
-            (index, axis)
-            for index, tensor in enumerate(self.inputs)
-            for axis, size in enumerate(tensor.shape)
-            if size == VARIABLE and axis != tensor.batch_axis
-        )
+        return variable_axes(self.inputs)
 
     def at_variant(self, variant: Variant) -> ModelSpec:
         """The model of one variant alone: its programs, the variable input axes fixed to its sizes."""

@@ -109,34 +109,40 @@ def _drawn(example: Array, rng: np.random.Generator) -> Array:
 
 
 def prove(prepared: Prepared, trials: Sequence[Trial], tolerance: float | None) -> dict[str, float]:
-    """Run every trial and give the largest relative difference by output.
+    """Run every trial on the executable, without hooks, and give the largest relative difference by output.
 
     ``tolerance`` is for every floating-point output, None for that of its type. Integers must be equal. Raises
     ExportError naming the output, the inputs and the difference.
     """
-    spec = prepared.spec
+    executable = next((stage for stage in prepared.stages if stage.spec.hooks is None), prepared)
+    spec = executable.spec
     largest = dict.fromkeys((tensor.name for tensor in spec.outputs), 0.0)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, source in prepared.files.items():
+        for name, source in executable.files.items():
             place(source, Path(scratch) / name, link=True)
         engine = engine_class(spec.engine).load(spec, Path(scratch))
         try:
             for trial in trials:
                 results = engine.run(trial.inputs)
                 for tensor, got, want in zip(spec.outputs, results, trial.expected, strict=True):
-                    difference = _difference(got, want)
-                    allowed = _allowed(tensor, tolerance)
-                    if not difference <= allowed:
-                        raise ExportError(
-                            f"output {tensor.name!r} of the bundle differs from the model on {trial.what} by "
-                            f"{difference:.3g} of its largest value, {allowed:.3g} is allowed; nothing was written"
-                        )
-                    largest[tensor.name] = max(largest[tensor.name], difference)
+                    found = difference(tensor, got, want, trial.what, tolerance)
+                    largest[tensor.name] = max(largest[tensor.name], found)
         except EngineError as error:
             raise ExportError(f"the bundle does not run: {error}; nothing was written") from error
         finally:
             engine.close()
     return largest
+
+
+def difference(tensor: TensorSpec, got: Array, want: Array, what: str, tolerance: float | None) -> float:
+    """The relative difference of an output on the inputs ``what``. Raises ExportError when it is too large."""
+    found, allowed = _difference(got, want), _allowed(tensor, tolerance)
+    if not found <= allowed:
+        raise ExportError(
+            f"output {tensor.name!r} of the bundle differs from the model on {what} by {found:.3g} of its largest "
+            f"value, {allowed:.3g} is allowed; nothing was written"
+        )
+    return found
 
 
 def _allowed(tensor: TensorSpec, tolerance: float | None) -> float:

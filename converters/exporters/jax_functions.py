@@ -19,8 +19,9 @@ import numpy as np
 
 from converters.artifact import positional_names
 from converters.bundle import Array
-from converters.exporters.bundle_writer import Layout
+from converters.exporters.client_side import PLAIN, ClientSide
 from converters.exporters.description import Exported
+from converters.exporters.manifest_writer import Layout
 from converters.exporters.programs import (
     BATCH_SIZES,
     ENGINE,
@@ -45,6 +46,8 @@ class JaxModel:
     tree of arrays. Names of inputs are those of the arguments, names of outputs the keys of what ``fn`` returns, unless
     given here. ``axes`` names the axes of a tensor by letters in wire order, as in ``{"image": "nhwc"}``; ``n`` is the
     batch, which without an entry is the first axis of an input and, in an output, the one that grows with it.
+    ``variants`` are further examples of other shapes, each like ``example_inputs``: programs are made for each.
+    ``client`` is what clients see instead, and the hooks between.
     """
 
     fn: Callable[..., Any]
@@ -53,6 +56,8 @@ class JaxModel:
     axes: Mapping[str, str] = field(default_factory=dict)
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
+    variants: Sequence[Any] = ()
+    client: ClientSide = PLAIN
 
     def export(
         self,
@@ -66,14 +71,17 @@ class JaxModel:
     ) -> Exported:
         """Write this model as a bundle and run it beside its function: see ``export_jax``."""
         jax = import_library(ENGINE)
-        function = _Function(jax, self, batched=bool(batch_sizes))
+        params = _Tree(jax, self.params, once=True)
+        examples = (self.example_inputs, *self.variants)
+        functions = [_Function(jax, self, each, params, batched=bool(batch_sizes)) for each in examples]
         origin = Origin("jax", "nereid export_jax", ("jax", "jaxlib", "numpy"), self.fn)
         return export_programs(
-            function,
+            functions,
             directory,
             batch_sizes,
             origin=origin,
             axes=self.axes,
+            client=self.client,
             layout=layout,
             tolerance=tolerance,
             provenance=provenance,
@@ -91,6 +99,8 @@ def export_jax(
     axes: Mapping[str, str] = MappingProxyType({}),
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    variants: Sequence[Any] = (),
+    client: ClientSide = PLAIN,
     layout: Layout = "program",
     tolerance: float | None = None,
     provenance: Mapping[str, Any] | None = MappingProxyType({}),
@@ -103,7 +113,7 @@ def export_jax(
     Entries of ``provenance`` are added to what is collected; None writes none. Raises
     BundleError subclasses, EngineMissing, and what ``fn`` raises; then nothing is written.
     """
-    model = JaxModel(fn, params, example_inputs, axes, input_names, output_names)
+    model = JaxModel(fn, params, example_inputs, axes, input_names, output_names, variants, client)
     return model.export(directory, batch_sizes, layout=layout, tolerance=tolerance, provenance=provenance, force=force)
 
 
@@ -158,9 +168,8 @@ class _Tree:
 class _Function:
     """A JaxModel as one function of plain tensors: the inputs, then the weights."""
 
-    def __init__(self, jax: Any, model: JaxModel, *, batched: bool) -> None:
-        self._jax, self._model = jax, model
-        examples = model.example_inputs
+    def __init__(self, jax: Any, model: JaxModel, examples: Any, params: _Tree, *, batched: bool) -> None:
+        self._jax, self._model, self._params = jax, model, params
         if not isinstance(examples, tuple | list | Mapping):
             examples = (examples,)
         self._by_name = isinstance(examples, Mapping)
@@ -168,7 +177,6 @@ class _Function:
         # A number is an input like an array.
         examples = jax.tree_util.tree_map(lambda a: a if isinstance(a, jax.Array) else np.asarray(a), examples)
         self._examples = _Tree(jax, examples, once=False)
-        self._params = _Tree(jax, model.params, once=True)
         names = self._input_names()
         self.examples = self._examples.arrays
         self.inputs = tuple(

@@ -18,15 +18,17 @@ import numpy as np
 
 from converters.bundle import Array
 from converters.exporters import comparison
-from converters.exporters.bundle_writer import Layout, batch_axis, write_bundle
+from converters.exporters.bundle_writer import write_bundle
+from converters.exporters.client_side import PLAIN, ClientSide
 from converters.exporters.comparison import Trial
 from converters.exporters.description import Exported
+from converters.exporters.manifest_writer import Layout, batch_axis
 from converters.exporters.provenance import Provenance, collect
 from converters.prepared import Prepared
 from nereid_backend import dtypes
 from nereid_backend.engines import import_library
 from nereid_backend.errors import BundleError, ExportError
-from nereid_backend.spec import VARIABLE, TensorSpec
+from nereid_backend.spec import VARIABLE, TensorSpec, Variant, variable_axes
 
 ENGINE = "stablehlo"
 BATCH_SIZES = (1, 8)
@@ -85,50 +87,62 @@ class Origin:
 
 
 def export_programs(
-    source: ProgramSource,
+    sources: Sequence[ProgramSource],
     directory: Path | str,
     batch_sizes: Sequence[int] | None,
     *,
     origin: Origin,
     axes: Mapping[str, str] = MappingProxyType({}),
+    client: ClientSide = PLAIN,
     layout: Layout = "program",
     tolerance: float | None = None,
     provenance: Mapping[str, Any] | None = MappingProxyType({}),
     force: bool = False,
 ) -> Exported:
-    """Write ``source`` as a bundle and run it beside the model at every batch size.
+    """Write a model as a bundle and run it beside the original, in every variant at every batch size.
 
-    ``batch_sizes`` None makes one program of the examples' shapes; the inputs have no batch axis then. Raises
-    BundleError subclasses, EngineMissing, and what the source raises; then nothing is written.
+    ``sources`` are one for each variant: the same model on examples of other shapes, with the same weights. Without
+    ``batch_sizes`` programs have the examples' shapes; the inputs have no batch axis then. Raises BundleError
+    subclasses, EngineMissing, and what the sources raise; then nothing is written.
     """
     directory, sizes = Path(directory), compiled_sizes(batch_sizes)
+    _check_weights(sources)
+    inputs = _joined("input", [source.inputs for source in sources])
+    variants = _variants(sources, inputs)
     known = _provenance(origin, batch_sizes, provenance)
     differences: dict[str, float] = {}
     with settings_kept():
-        outputs = _outputs(source, sizes)
-        modules = {size: _for_older_readers(source.module(size)) for size in sizes}
-        trials = _trials(source, sizes)
+        outputs = _joined("output", [_outputs(source, sizes) for source in sources])
+        modules = {
+            variant: {size: _for_older_readers(source.module(size)) for size in sizes}
+            for variant, source in variants.items()
+        }
+        trials = [trial for variant, source in variants.items() for trial in _trials(source, sizes, variant)]
         gc.collect()  # JAX leaves copies of the weights in cycles, and the next step makes one of its own
 
         def proof(prepared: Prepared) -> None:
             gc.collect()
             differences.update(comparison.prove(prepared, trials, tolerance))
+            if client.has_hooks:
+                for name, found in client.prove(prepared, tolerance).items():
+                    differences[name] = max(found, differences.get(name, 0.0))
 
         prepared = write_bundle(
             directory,
-            executable_inputs=source.inputs,
+            executable_inputs=inputs,
             executable_outputs=outputs,
-            modules=modules,
-            weights=source.weights,
+            modules=modules if len(sources) > 1 else modules[()],
+            weights=sources[0].weights,
             axes=axes,
             layout=layout,
+            client=client,
             provenance=known.fields,
             patch=known.patch,
             force=force,
             proof=proof,
         )
-    notes = (*source.notes, *prepared.notes)
-    return Exported(directory, tuple(size for size in sizes if size is not None), differences, notes)
+    notes = dict.fromkeys((*(note for source in sources for note in source.notes), *prepared.notes))
+    return Exported(directory, tuple(size for size in sizes if size is not None), differences, tuple(notes))
 
 
 def compiled_sizes(batch_sizes: Sequence[int] | None) -> tuple[int | None, ...]:
@@ -165,13 +179,50 @@ def _provenance(origin: Origin, batch_sizes: Sequence[int] | None, added: Mappin
     return collect(origin.code, origin.packages, {**facts, **added})
 
 
-def _trials(source: ProgramSource, sizes: Sequence[int | None]) -> list[Trial]:
-    run = source.original()
-    return [
-        Trial(what, inputs, run(inputs))
-        for size in sizes
-        for what, inputs in comparison.inputs_to_try(source.inputs, source.examples, size)
-    ]
+def _trials(source: ProgramSource, sizes: Sequence[int | None], variant: Variant) -> list[Trial]:
+    trials = comparison.trials_of(source.original(), source.inputs, source.examples, sizes)
+    if not variant:
+        return trials
+    return [replace(trial, what=f"{trial.what} of variant {list(variant)}") for trial in trials]
+
+
+def _check_weights(sources: Sequence[ProgramSource]) -> None:
+    first = sources[0].weights
+    for source in sources[1:]:
+        same = list(first) == list(source.weights) and all(
+            a is b or (a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+            for a, b in zip(first.values(), source.weights.values(), strict=True)
+        )
+        if not same:
+            raise ExportError("the weights are not the same in every variant; export one model with one set of them")
+
+
+def _joined(role: str, variants: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
+    """The tensors of all variants: an axis whose size differs is variable."""
+    counts = {len(tensors) for tensors in variants}
+    if len(counts) > 1:
+        raise ExportError(f"the variants have {sorted(counts)} {role}s; give each the same number")
+    return tuple(_one(role, same) for same in zip(*variants, strict=True))
+
+
+def _one(role: str, same: Sequence[TensorSpec]) -> TensorSpec:
+    first = same[0]
+    for other in same[1:]:
+        if replace(other, shape=()) != replace(first, shape=()) or len(other.shape) != len(first.shape):
+            raise ExportError(
+                f"{role} {first.name!r} is {first.dtype}{list(first.shape)} in one variant and {other.name!r}, "
+                f"{other.dtype}{list(other.shape)} in another; only sizes may differ"
+            )
+    sizes = zip(*(tensor.shape for tensor in same), strict=True)
+    return replace(first, shape=tuple(each[0] if len(set(each)) == 1 else VARIABLE for each in sizes))
+
+
+def _variants(sources: Sequence[ProgramSource], inputs: Sequence[TensorSpec]) -> dict[Variant, ProgramSource]:
+    places = variable_axes(inputs)
+    found = {tuple(source.inputs[index].shape[axis] for index, axis in places): source for source in sources}
+    if len(found) < len(sources):
+        raise ExportError("two variants have inputs of the same shapes; give each other ones")
+    return found
 
 
 def input_tensor(name: str, example: Array, letters: str | None, *, batched: bool) -> TensorSpec:

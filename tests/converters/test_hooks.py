@@ -276,6 +276,8 @@ def test_a_hook_reads_files_of_the_bundle_only(make_bundle: Callable[..., Path],
     [
         ({"postprocess": {"trim": {}}}, "'nereid.postprocess' must be a list"),
         ({"client_axis_order": "row"}, "'nereid.client_axis_order' must be one of julia, wire, got str 'row'"),
+        ({"exported_files": ["vocab.txt"]}, "'nereid.exported_files' must have file names as keys, got list"),
+        ({"exported_files": {"../vocab.txt": ""}}, "'nereid.exported_files' must have file names as keys, got dict"),
         ({"hook_processes": 0, "postprocess": [SOFTMAX]}, "'nereid.hook_processes' must be an integer from 1 to 64"),
         ({"hook_processes": 2}, "'nereid.hook_processes' is for bundles with hooks only"),
         ({"postproces": []}, r"unknown keys \['postproces'\]; known: .*postprocess"),
@@ -369,6 +371,7 @@ EVERYTHING = {
     "nereid": {
         "client_axis_order": "julia",
         "hook_processes": 2,
+        "exported_files": {"vocab.txt": "0" * 64},
         "preprocess": [
             {"bert_text": {"vocab": "vocab.txt", "buckets": [8], "max_length": 8, "query": "q", "ids": "ids"}}
         ],

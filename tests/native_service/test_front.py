@@ -496,7 +496,7 @@ def test_a_model_comes_and_goes_without_a_failed_call_or_a_lost_permit(fronting:
                     answered += 1
 
             loads = [asyncio.create_task(load(model)) for model in ("adder", "other") for _ in range(4)]
-            for number in range(20):
+            for number in range(6):
                 await service.front.set_models([*stays, Admitted(spec(f"guest{number}"), 1)])
                 assert (await infer(service.channel, infer_request(model=f"guest{number}"))).outputs
                 assert await health(service.channel, f"guest{number}") == health_pb2.HealthCheckResponse.SERVING

@@ -91,6 +91,32 @@ def test_axes_are_named_as_told_or_in_the_order_of_the_alphabet(tmp_path: Path) 
     assert manifest["executable_outputs"] == [{"name": "y", "dtype": "f32", "shape": "bk", "dims": {"k": 3}}]
 
 
+def test_variable_axes_share_a_letter_where_they_have_the_same_sizes(tmp_path: Path) -> None:
+    def inputs(rows: int, wide: int, high: int) -> list[np.ndarray]:
+        return [np.zeros((rows, *shape), np.float32) for shape in ((wide, 3), (wide, high, wide), (wide,))]
+
+    names, shapes = ("a", "b", "c"), ((-1, -1, 3), (-1, -1, -1, -1), (-1, -1))
+    variants = {(4, 4, 5, 4, 4): (4, 5), (6, 6, 5, 6, 6): (6, 5), (4, 4, 7, 4, 4): (4, 7)}
+    programs = {
+        key: {rows: program(lambda a, b, c: a.sum((1, 2)) + b.sum((1, 2, 3)) + c.sum(1), *inputs(rows, *sizes))
+              for rows in (1, 2)}
+        for key, sizes in variants.items()
+    }  # fmt: skip
+    prepared = write_bundle(
+        tmp_path / "sums",
+        executable_inputs=[TensorSpec(name, "f32", shape, 0) for name, shape in zip(names, shapes, strict=True)],
+        executable_outputs=[TensorSpec("y", "f32", (-1,), 0)],
+        modules=programs,
+        axes={"c": "nw"},
+    )
+    manifest = yaml.safe_load((tmp_path / "sums" / "manifest.yaml").read_text())
+    assert [tensor["shape"] for tensor in manifest["executable_inputs"]] == ["awn", "tswn", "wn"]
+    assert manifest["input_shapes"] == [
+        {"w": 4, "s": 5, "t": 4}, {"w": 6, "s": 5, "t": 6}, {"w": 4, "s": 7, "t": 4}
+    ]  # fmt: skip
+    assert prepared.spec.variants == tuple(variants)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -102,6 +128,17 @@ def test_axes_are_named_as_told_or_in_the_order_of_the_alphabet(tmp_path: Path) 
         ({"layout": "julia"}, ExportError, "'program' or 'legacy'"),
         ({"weights": {"__metadata__": W}}, ExportError, "rename it"),
         ({"provenance": {"loss": np.float32(1)}}, ExportError, "give texts and numbers"),
+        ({"modules": {(4,): {1: b""}, (5,): {2: b""}}}, ExportError, "give every variant the same"),
+        ({"modules": {(4,): {1: b""}}}, ExportError, "the inputs have 0 variable axes"),
+        (
+            {
+                "executable_inputs": [TensorSpec("x", "f32", (-1, -1), 0), TensorSpec("z", "f32", (-1, -1), 0)],
+                "modules": {(4, 5): {1: b""}, (5, 5): {1: b""}},
+                "axes": {"x": "ns", "z": "ns"},
+            },
+            ExportError,
+            "two variable axes 's' whose sizes differ",
+        ),
         ({"modules": {}}, BundleError, "neither model.mlir nor"),
         ({"modules": {2: b"junk"}}, SignatureError, "not a StableHLO module"),
     ],

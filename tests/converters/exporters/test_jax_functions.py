@@ -290,6 +290,65 @@ def test_inputs_may_be_trees_and_one_array_may_stand_for_two(tmp_path: Path, ser
     assert served(done.directory, a, b, c)["output"].tolist() == (a * 2 + b - c).tolist()
 
 
+def pooled(params: Any, tokens: Any, mask: Any) -> Any:
+    hidden = jnp.tanh(tokens @ params) * mask[..., None]
+    return {"mean": hidden.sum(1) / mask.sum(1, keepdims=True), "hidden": hidden}
+
+
+def sequences(length: int) -> tuple[np.ndarray, np.ndarray]:
+    return normal(3, length, 4), RNG.integers(1, 3, (3, length)).astype(np.float32)
+
+
+@pytest.mark.parametrize("sizes", [[1, 3], None])
+def test_examples_of_several_shapes_make_programs_for_each_with_one_set_of_weights(
+    tmp_path: Path, served: Any, sizes: Any
+) -> None:
+    done = export_jax(pooled, W, sequences(5), tmp_path / "pooled", sizes, variants=[sequences(2), sequences(9)])
+    manifest = yaml.safe_load((done.directory / "manifest.yaml").read_text())
+    assert manifest["input_shapes"] == [{"s": 5}, {"s": 2}, {"s": 9}]
+    batch = "n" if sizes else "c"
+    assert tensors(done.directory)["inputs"] == [
+        ("tokens", "f32", f"as{batch}"),
+        ("mask", "f32", f"s{batch if sizes else 'a'}"),
+    ]
+    assert list(read_bundle_weights(done.directory)) == ["weight"]
+    files = [f"model.v{variant}.{'b1.' if sizes else ''}mlir" for variant in range(3)]
+    assert set(files) <= {path.name for path in done.directory.iterdir()}
+    for length in (2, 9):
+        tokens, mask = sequences(length)
+        expected = pooled(W, tokens, mask)
+        got = served(done.directory, tokens, mask)
+        for name in ("mean", "hidden"):
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_every_variant_is_compared(tmp_path: Path) -> None:
+    def odd_for_long_ones(params: Any, tokens: Any, mask: Any) -> Any:
+        return pooled(params, tokens, mask)["mean"] + (np.float32(np.random.rand()) if tokens.shape[1] == 9 else 0)
+
+    with pytest.raises(ExportError, match=r"the example inputs at batch size 1 of variant \[9, 9\] by"):
+        export_jax(odd_for_long_ones, W, sequences(5), tmp_path / "odd", variants=[sequences(9)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        (sequences(5), "inputs of the same shapes"),
+        (
+            (sequences(2)[0], np.ones((3, 2), np.int32)),
+            r"input 'mask' is f32\[-1, 5\] in one variant and 'mask', i32\[",
+        ),
+        (sequences(2)[0][:, :, 0], r"have \[1, 2\] inputs"),
+        ((sequences(2)[0], sequences(2)[1][..., None]), "only sizes may differ"),
+    ],
+)
+def test_variants_that_are_no_other_shapes_of_one_model_are_refused(tmp_path: Path, variant: Any, words: str) -> None:
+    with pytest.raises(ExportError, match=words):
+        export_jax(lambda _, tokens, mask=1: tokens, None, sequences(5), tmp_path / "model", variants=[variant])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_module_without_batch_sizes_takes_the_shapes_of_the_examples(tmp_path: Path) -> None:
     done = export_jax(lambda _, x, n: x[0] * n, None, (X, np.float32(3)), tmp_path / "fixed", batch_sizes=None)
     assert sorted(path.name for path in done.directory.glob("*.mlir")) == ["model.mlir"]
