@@ -122,7 +122,7 @@ def test_integers_are_exact_at_every_batch_size_on_the_way_to_a_client(tmp_path:
     model, examples = of_integers()
     done = export_torch(model, examples, tmp_path / "network", [1, 3], provenance=None)
     assert done.batch_sizes == (1, 3)
-    for rows in (1, 2, 3):
+    for rows in (1, 3):
         inputs = [example.flip(0)[:rows] for example in examples]
         for got, want in zip(served(done.directory, *inputs).values(), expected(model, *inputs), strict=True):
             assert got.dtype == want.dtype
@@ -214,7 +214,6 @@ def counting(self: Any, x: Any) -> Any:
         (module(lambda self, x: x.reshape(3, 4) * 2), {"format": "pt2"}, "torch.export cannot follow the module"),
         (module(lambda self, x: x.sum()), {"format": "torchscript", "batch_sizes": None}, "'output' is one number"),
         (module(lambda self, x: torch.nonzero(x)), {}, "torchax|torch.export cannot follow"),
-        (module(lambda self, x: torch.linalg.svd(x[:, None])[1]), {}, "calls of the host's libraries"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_told_and_leaves_nothing(
