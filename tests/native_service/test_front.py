@@ -749,6 +749,25 @@ def test_an_envoy_that_dies_during_a_change_comes_back_with_the_models_from_befo
     asyncio.run(scenario())
 
 
+def test_a_full_disk_changes_nothing_and_is_told(
+    fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = os.open("/dev/full", os.O_WRONLY)  # there is never room in it
+
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            with monkeypatch.context() as full:
+                full.setattr(Path, "write_text", lambda _, text: os.write(nowhere, text.encode()))
+                with pytest.raises(EnvoyUnavailable, match="No space left on device"):
+                    await service.front.set_models([Admitted(spec("guest"), 1)])
+                assert (await infer(service.channel)).outputs
+            await service.front.set_models([Admitted(spec(), 1), Admitted(spec("guest"), 1)])
+            assert (await infer(service.channel, infer_request(model="guest"))).outputs
+
+    asyncio.run(scenario())
+    os.close(nowhere)
+
+
 @pytest.mark.parametrize("text", ["'adder' is not found", "'adder' has no available versions"])
 def test_a_served_model_that_triton_does_not_know_yet_is_unavailable(fronting: Fronting, spec: Spec, text: str) -> None:
     """As after a restart of Triton: a call whose tensors took long to come was let in before it."""
