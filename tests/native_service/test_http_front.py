@@ -81,7 +81,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.01)
 

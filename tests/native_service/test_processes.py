@@ -20,7 +20,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until_dead(pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not is_alive(pid)
@@ -40,7 +40,7 @@ async def main():
     await child.process.wait()
 asyncio.run(main())
 """])  # fmt: skip
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     pid = int(note.read_text())
