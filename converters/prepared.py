@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -49,6 +51,29 @@ class Prepared:
                 raise BundleError(f"the model needs a file {name}, which Python could run as code; rename it")
 
 
+class Once:
+    """A source that writes its file the first time it is asked for it, and links or copies that one from then on.
+
+    What it wrote lies in a temporary folder of its own until nobody holds it any more.
+    """
+
+    def __init__(self, write: Callable[[Path], None]) -> None:
+        self._write = write
+        self._written: Path | None = None
+
+    def __call__(self, target: Path) -> None:
+        if self._written is None:
+            folder = tempfile.mkdtemp(prefix="nereid-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            written = Path(folder) / target.name
+            self._write(written)
+            self._written = written
+        try:
+            target.hardlink_to(self._written)
+        except OSError:  # another file system, or one without hard links
+            _copy(self._written, target)
+
+
 def place(source: Source, target: Path, *, link: bool) -> None:
     """Make ``target`` from ``source``: a hard link (symbolic across file systems), or a copy synced to disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +87,11 @@ def place(source: Source, target: Path, *, link: bool) -> None:
         except OSError:  # another file system, or one without hard links
             target.symlink_to(source)
         return
+    _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file and sync it to disk."""
     shutil.copy(source, target)  # a program must stay executable
     with target.open("rb") as file:
         os.fsync(file.fileno())
