@@ -84,6 +84,6 @@ $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
 	touch $(VENV)/.installed $(VENV)/.demo $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
-	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-numpy2.txt \
-		--editable '.[jax,torch,onnx,text,serve,dev]'
+	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint .ci/constraints-numpy2.txt --editable '.[jax,torch,onnx,text,serve,dev]'
 	touch $@
