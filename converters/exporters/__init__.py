@@ -7,4 +7,6 @@ from converters.exporters.description import Description as Description
 from converters.exporters.description import Exported as Exported
 from converters.exporters.jax_functions import JaxModel as JaxModel
 from converters.exporters.jax_functions import export_jax as export_jax
+from converters.exporters.transformers_models import TransformersModel as TransformersModel
+from converters.exporters.transformers_models import export_transformers as export_transformers
 from nereid_backend.spec import TensorSpec as TensorSpec

@@ -2,8 +2,8 @@
 
 The bundle format has no strings: texts travel as u8 [rows, bytes], zero-padded, beside their lengths in bytes, i32
 [rows]. For pairs one ``query``, u8 [bytes], goes with every row. Normalization, word pieces, truncation and the special
-tokens are those of BERT uncased (the ``tokenizers`` library); rows are padded to the smallest bucket that holds the
-longest of the request.
+tokens are those of BERT (the ``tokenizers`` library); rows are padded to the smallest bucket that holds the longest of
+the request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class BertText(Builtin):
     """Feed ``ids``, ``mask`` and ``types`` (those the executable has) from ``texts``, or from ``query`` and ``texts``.
 
     ``vocab`` is a file with one token per line. Texts are cut to ``max_length`` tokens (the largest bucket).
-    ``buckets`` are the numbers of tokens to pad to (all that are compiled). ``dtype`` is the executable's.
+    ``buckets`` are the numbers of tokens to pad to (all that are compiled). ``dtype`` is the executable's. Without
+    ``lowercase`` capitals and accents stay, as cased vocabularies have them.
     """
 
     vocab: str
@@ -42,6 +43,7 @@ class BertText(Builtin):
     buckets: tuple[int, ...] = ()
     max_length: int | None = None
     dtype: str | None = None
+    lowercase: bool = True
 
     name: ClassVar[str] = "bert_text"
     stage: ClassVar[str] = PREPROCESS
@@ -83,7 +85,7 @@ class BertText(Builtin):
 
     def open(self, directory: Path) -> Callable[[Arrays], Arrays]:
         longest = self.max_length or self.buckets[-1]
-        encoder = Encoder(read_vocabulary(directory / self.vocab), longest)
+        encoder = Encoder(read_vocabulary(directory / self.vocab), longest, lowercase=self.lowercase)
 
         def encoded(arrays: Arrays) -> Arrays:
             texts = _texts(arrays, self.texts, self.lengths)
@@ -108,7 +110,7 @@ class BertText(Builtin):
 class Encoder:
     """A tokenizer of one vocabulary; threads may share it."""
 
-    def __init__(self, vocabulary: dict[str, int], max_length: int) -> None:
+    def __init__(self, vocabulary: dict[str, int], max_length: int, *, lowercase: bool = True) -> None:
         """Sequences are cut to ``max_length`` tokens, the special ones included. Raises EngineMissing."""
         try:
             import tokenizers
@@ -121,7 +123,7 @@ class Encoder:
         words = models.WordPiece(vocabulary, unk_token=_UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
         tokenizer: Any = tokenizers.Tokenizer(words)
         tokenizer.normalizer = normalizers.BertNormalizer(
-            clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
+            clean_text=True, handle_chinese_chars=True, strip_accents=lowercase, lowercase=lowercase
         )
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.add_special_tokens([token for token in (*_REQUIRED, _MASK) if token in vocabulary])
