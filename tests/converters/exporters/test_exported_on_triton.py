@@ -11,7 +11,7 @@ from serving import input_tensor
 
 pytest.importorskip("jax")
 
-from converters.exporters import ClientSide, TensorSpec, export_jax
+from converters.exporters import ClientSide, TensorSpec, export_jax, export_sklearn
 
 pytestmark = pytest.mark.triton
 
@@ -79,3 +79,17 @@ def test_variants_and_hooks_answer_on_the_server_as_in_python(triton: Any, clien
         expected = np.asarray(model(weight, sent.astype(np.float32) / 8)["scores"])
         np.testing.assert_allclose(result.as_numpy("scores"), expected, rtol=1e-5, atol=1e-5)
         assert result.as_numpy("best").ravel().tolist() == expected.argmax(1).tolist()
+
+
+def test_an_exported_classifier_answers_on_the_server_as_in_python(triton: Any, client: Any, tmp_path: Path) -> None:
+    """The label, one number per row, has the shape on the wire that its contract says."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    pytest.importorskip("skl2onnx")
+    rng = np.random.default_rng(2)
+    table = rng.normal(size=(60, 3))
+    model = linear_model.LogisticRegression().fit(table, np.digitize(table.sum(1), [-1, 1]))
+    name = triton.add(export_sklearn(model, tmp_path / "exported_classifier").directory)
+    rows = rng.normal(size=(5, 3)).astype(np.float32)
+    result = client.infer(name, [input_tensor("input", rows)])
+    np.testing.assert_allclose(result.as_numpy("probabilities"), model.predict_proba(rows), rtol=1e-5, atol=1e-6)
+    assert result.as_numpy("label").tolist() == model.predict(rows)[:, None].tolist()
