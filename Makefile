@@ -84,7 +84,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
-	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,serve,demo,dev]'
+	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,export,serve,demo,dev]'
 	touch $(VENV)/.installed $(VENV)/.demo $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
