@@ -44,7 +44,7 @@ fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough tests/native_service/test_fuzz.py tests/native_service/test_limits.py
 
 BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory checkpoint \
-	warm_script kserve_ways check) endings
+	warm_script kserve_ways check encoder) endings
 
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
@@ -84,7 +84,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
-	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,serve,demo,dev]'
+	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,export,serve,demo,dev]'
 	touch $(VENV)/.installed $(VENV)/.demo $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv

@@ -17,6 +17,7 @@ from converters import (
     arity,
     bundle,
     discover,
+    ensembles,
     folder,
     hooks,
     isolation,
@@ -144,7 +145,7 @@ def _checked(report: Report, source: Path, callees: Mapping[str, ModelSpec]) -> 
     if discover.is_bundle(source):
         yield from _bundle(report, source, callees)
     elif discover.is_triton_model(source):
-        yield from _triton_model(report, source)
+        yield from _triton_model(report, source, callees)
     elif source.is_dir():
         yield from _folder(report, source)
     else:
@@ -184,10 +185,16 @@ def _folder(report: Report, directory: Path) -> Iterator[Report]:
         yield replace(report, notes=_not_opened(found.file, found.kind))
 
 
-def _triton_model(report: Report, directory: Path) -> Iterator[Report]:
+def _triton_model(report: Report, directory: Path, callees: Mapping[str, ModelSpec]) -> Iterator[Report]:
     report = replace(report, kind="Triton model")
     yield report
-    found = triton_models.inspect(directory)
+    configured = triton_models.configuration(directory)
+    if configured.backend == triton_models.ENSEMBLE:
+        report = replace(report, kind="Triton ensemble", calls=triton_models.calls_of(directory))
+        yield report
+        yield _described(report, ensembles.read(report.name, configured, callees))
+        return
+    found = triton_models.inspect(directory, configured)
     limit = found.configured.max_batch_size
     yield replace(
         report,

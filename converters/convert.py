@@ -63,7 +63,7 @@ def prepare(
         )
     opening = kinds.Opening(device, allow_code, signature)
     if backend is None and discover.is_triton_model(source):
-        return triton_models.read(source, name, asked, opening)
+        return triton_models.read(source, name, asked, opening, callees)
     if source.is_dir():
         return folder.read(source, name, opening, backend, children=children)
     artifact = kinds.read(file_kind(source), source, opening)

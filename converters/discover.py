@@ -76,9 +76,9 @@ def passed_over(path: Path) -> list[tuple[Path, str]]:
 
 
 def calls_of(source: Path) -> tuple[str, ...] | None:
-    """The callees that a meta model's manifest declares; None for every other model, also a broken one."""
+    """The models that a meta model or an ensemble of Triton calls; None for every other model, also a broken one."""
     if not (source / MANIFEST_FILE).is_file():
-        return None
+        return triton_models.calls_of(source) if is_triton_model(source) else None
     try:
         manifest = manifests.read(source / MANIFEST_FILE, has_hook=True)
     except ManifestError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,21 @@ class ConfiguredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A call of ``model`` in an ensemble: its inputs and outputs by name, each with the tensor between the steps."""
+
+    model: str
+    takes: Mapping[str, str]
+    gives: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Configured:
     """What a config.pbtxt declares, checked. ``inputs`` or ``outputs`` are empty where the file leaves them open.
 
     ``backend`` and ``file`` are "" where it does not say. ``dynamic_batching``: whether requests share runs.
     ``device`` and ``instances`` are None where Triton chooses. ``latest`` versions are served, or those of
-    ``specific``; 0 and none are all. ``changed`` is what will be otherwise, in words.
+    ``specific``; 0 and none are all. ``steps`` are an ensemble's. ``changed`` is what will be otherwise, in words.
     """
 
     backend: str = ""
@@ -115,6 +124,7 @@ class Configured:
     threads: int | None = None
     latest: int = 1
     specific: tuple[int, ...] = ()
+    steps: tuple[Step, ...] = ()
     changed: tuple[str, ...] = ()
 
     def served(self, versions: Sequence[int]) -> list[int]:
@@ -176,6 +186,7 @@ def parse(text: str, folder: str) -> Configured:
         threads=threads,
         latest=latest,
         specific=specific,
+        steps=tuple(_step(step) for step in message.ensemble_scheduling.step),
         changed=(*_left_out(message), *groups, *parameters),
     )
 
@@ -244,6 +255,12 @@ def _file_name(where: str, name: str, *, folders: bool) -> str:
     if len(parts) > 1 and not folders:
         raise TritonConfigError(f"{where} {short_repr(name)} names a folder; give the file in the version's folder")
     return name
+
+
+def _step(step: Any) -> Step:
+    if step.model_namespace:
+        raise TritonConfigError(f"the step {short_repr(step.model_name)} names a namespace; there is one here")
+    return Step(step.model_name, dict(step.input_map), dict(step.output_map))
 
 
 # How it runs.

@@ -8,11 +8,11 @@ stranger lead nowhere outside the model's folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from converters import kinds, torch_files, triton_config
+from converters import ensembles, kinds, torch_files, triton_config
 from converters.artifact import Artifact, serve_as_is, serve_under
 from converters.contract import Contract, ContractTensor
 from converters.kinds import FileKind, Opening
@@ -24,6 +24,7 @@ from nereid_backend.errors import BundleError, SignatureError, TritonConfigError
 from nereid_backend.spec import POSTPROCESS, PREPROCESS, SPEC_FILE, VARIABLE, BuiltinSpec, Hooks, ModelSpec, TensorSpec
 
 DEFAULT_DEVICE = "cpu"
+ENSEMBLE = "ensemble"
 ALREADY_CONVERTED = (
     "is a model that nereid has converted already; tritonserver serves its repository as it is, and what it was made "
     "from can be converted again"
@@ -47,8 +48,6 @@ _FILES = {
 """The backend that Triton takes from a file's name when config.pbtxt says nothing."""
 _CONVERTED = ("onnxruntime", "pytorch")
 _REFUSED = {
-    "ensemble": "an ensemble calls other models; write its steps as a meta model (kind: meta), whose run(inputs, call) "
-    "calls them in turn",
     "python": "its model.py is code for Triton's python backend and stays as it is; copy its folder into the new "
     "repository, where tritonserver runs it beside the others",
     "tensorrt": "a TensorRT plan runs only on the GPU and the version it was built for; convert the ONNX file it was "
@@ -80,16 +79,27 @@ def is_triton_model(path: Path) -> bool:
     return any((path / str(version) / file).exists() for version in _versions(path) for file in _FILES)
 
 
-def inspect(directory: Path) -> TritonModel:
+def configuration(directory: Path) -> Configured:
+    """What a Triton model's folder declares, if anything. Raises BundleError subclasses."""
+    if any((directory / str(version) / SPEC_FILE).is_file() for version in _versions(directory)):
+        raise BundleError(ALREADY_CONVERTED)
+    if not (directory / CONFIG_FILE).exists():
+        return Configured()
+    return triton_config.read(_inside(directory, CONFIG_FILE), directory.name)
+
+
+def calls_of(directory: Path) -> tuple[str, ...] | None:
+    """The models that an ensemble calls; None for every other model, also a broken one."""
+    try:
+        configured = configuration(directory)
+    except (BundleError, OSError):
+        return None
+    return tuple({step.model: None for step in configured.steps}) if configured.backend == ENSEMBLE else None
+
+
+def inspect(directory: Path, configured: Configured) -> TritonModel:
     """What is to be served of a Triton model's folder, without opening its file. Raises BundleError subclasses."""
     versions = _versions(directory)
-    if any((directory / str(version) / SPEC_FILE).is_file() for version in versions):
-        raise BundleError(ALREADY_CONVERTED)
-    configured = Configured()
-    if (directory / CONFIG_FILE).exists():
-        configured = triton_config.read(_inside(directory, CONFIG_FILE), directory.name)
-    if configured.backend == "ensemble":  # it needs no version
-        raise BundleError(_REFUSED["ensemble"])
     served = configured.served(versions)
     if not served:
         known = ", ".join(map(str, versions)) or "none"
@@ -112,10 +122,17 @@ def inspect(directory: Path) -> TritonModel:
     return TritonModel(directory, configured, backend, version, file, kind, tuple(changed))
 
 
-def read(directory: Path, name: str, device: str | None, opening: Opening) -> Prepared:
-    """Read a Triton model's folder; without ``device``, on the one it declares. Raises BundleError, EngineMissing."""
-    model = inspect(directory)
-    configured = model.configured
+def read(
+    directory: Path, name: str, device: str | None, opening: Opening, callees: Mapping[str, ModelSpec]
+) -> Prepared:
+    """Read a Triton model's folder; without ``device``, on the one it declares. Raises BundleError, EngineMissing.
+
+    ``callees`` holds, by name, the models that an ensemble may call.
+    """
+    configured = configuration(directory)
+    if configured.backend == ENSEMBLE:
+        return ensembles.read(name, configured, callees)
+    model = inspect(directory, configured)
     chosen = device or configured.device or DEFAULT_DEVICE
     changed = [*model.changed, *_device_notes(configured.device, device)]
     artifact = kinds.read(model.kind, model.file, replace(opening, device=chosen))

@@ -254,7 +254,6 @@ def test_threads_of_the_old_backend_are_taken_over(make_model: Any) -> None:
         ('backend: "python"', "model.py is code for Triton's python backend .*; copy its folder"),
         ('platform: "tensorrt_plan"', "TensorRT plan .*; convert the ONNX file"),
         ('platform: "tensorflow_savedmodel"', "nereid folder.*; put saved_model.pb"),
-        ('platform: "ensemble" ensemble_scheduling { }', "ensemble calls other models; .*kind: meta"),
         ('backend: "vllm"', "the backend 'vllm' is not one of onnxruntime, pytorch"),
         (BATCHED + "sequence_batching {}", "sequence_batching is not taken over: .*state"),
         (BATCHED + "model_transaction_policy { decoupled: true }", "decoupled model"),
