@@ -1,4 +1,4 @@
-# make install | demo | serve | test | thorough | fuzz | lint | bench | soak. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | fuzz | lint | bench | soak | torture. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ ALONE := tests/native_service/test_limits.py tests/native_service/test_soak.py
 # Half of a test's time is waiting for servers. The tests of a file share theirs, so they stay together.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo serve test thorough fuzz lint bench soak clean
+.PHONY: install demo serve test thorough fuzz lint bench soak torture clean
 
 install: $(VENV)/.installed
 
@@ -55,6 +55,13 @@ SECONDS_OF_LOAD ?= 600
 soak: $(VENV)/.test
 	$(BIN)/python tests/soak.py --seconds $(SECONDS_OF_LOAD)
 
+# Half an hour: a server of its own for each scenario. SCENARIOS="the_disk_is_full the_clock_jumps" for some, SEED=7 for others.
+SCENARIOS ?=
+SEED ?= 1
+
+torture: $(VENV)/.test
+	$(BIN)/python tests/torture/run.py $(SCENARIOS) --seed $(SEED) $(if $(SCENARIOS),,--table)
+
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles
 
@@ -77,6 +84,6 @@ $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
 	touch $(VENV)/.installed $(VENV)/.demo $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
-	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-numpy2.txt \
-		--editable '.[jax,torch,onnx,text,serve,dev]'
+	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint .ci/constraints-numpy2.txt --editable '.[jax,torch,onnx,text,serve,dev]'
 	touch $@

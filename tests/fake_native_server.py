@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2
 from native_service.proto import inference_pb2 as pb
 
 Behaviour = Callable[[list[pb.CheckpointRequest], Any], Iterator[pb.CheckpointResponse]]
-WAIT_S = 20
+WAIT_S = 60
 INDEX = [service_pb2.RepositoryIndexResponse.ModelIndex(name=name) for name in ("m", "other")]
 
 

@@ -69,10 +69,11 @@ class Load:
         self._disturbed_until = 0.0
         self._meanwhile = {GONE}
         self._over = False
+        self._rest_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, callers: Mapping[str, int] = CALLERS) -> None:
-        """Call without a pause, so many of each kind side by side."""
+    def start(self, callers: Mapping[str, int] = CALLERS, rest_s: float = 0.0) -> None:
+        """Call again and again, so many of each kind side by side, each with a rest between its calls."""
         calls: dict[str, Callable[[Connections], Awaitable[str]]] = {
             "unary": self._unary,
             "stream": self._stream,
@@ -83,6 +84,7 @@ class Load:
             "bad": self._bad,
             "upload": self._given_up,
         }
+        self._rest_s = rest_s
         self._gate.set()
         kinds = [kind for kind, count in callers.items() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._caller(kind, calls[kind])) for kind in kinds]
@@ -136,8 +138,8 @@ class Load:
             finally:
                 self._in_flight -= 1
             self.outcomes[kind, outcome] += 1
-            if outcome in ("refused", "unavailable"):
-                await asyncio.sleep(0.05)
+            if rest_s := 0.05 if outcome in ("refused", "unavailable") else self._rest_s:
+                await asyncio.sleep(rest_s)
 
     async def fill(self) -> None:
         """As many of the largest calls as are taken at once: a process then has held what it ever may."""

@@ -94,17 +94,18 @@ def judge(load: Load, findings: Findings, *, memory: bool) -> Iterator[str]:
         print(f"{kind:<12}" + ", ".join(f"{outcome} {count}" for outcome, count in ends.items()))
         if not ends.get("right") and kind in ("unary", "stream", "checkpoint", "program"):
             yield f"no {kind} call was right"
-    print(f"\n{'process':<14}{'pid':>8}{'MiB before':>12}{'MiB after':>11}{'growth':>9}{'fds':>10}")
+    print(f"\n{'process':<14}{'pid':>8}{'MiB before':>12}{'MiB after':>11}{'growth':>9}{'MiB spare':>10}{'fds':>10}")
     first = {pid: pulse for pulses in reversed(findings.pulses) for pid, pulse in pulses.items()}
     for pid, after in findings.pulses[-1].items():
         before = first[pid]
-        growth = after.held_bytes - before.held_bytes
+        growth = after.used_bytes - before.used_bytes
         print(
-            f"{after.role:<14}{pid:>8}{before.held_bytes / 2**20:>12.1f}{after.held_bytes / 2**20:>11.1f}"
-            f"{growth / before.held_bytes:>9.1%}{before.descriptors:>5} {after.descriptors:>4}"
+            f"{after.role:<14}{pid:>8}{before.used_bytes / 2**20:>12.1f}{after.used_bytes / 2**20:>11.1f}"
+            f"{growth / before.used_bytes:>9.1%}{after.spare_bytes / 2**20:>10.1f}"
+            f"{before.descriptors:>5} {after.descriptors:>4}"
         )
-        if memory and growth > max(MOST_GROWTH * before.held_bytes, GRAIN_BYTES):
-            yield f"{after.role} grew by {growth / before.held_bytes:.1%}"
+        if memory and growth > max(MOST_GROWTH * before.used_bytes, GRAIN_BYTES):
+            yield f"{after.role} grew by {growth / before.used_bytes:.1%}"
         if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:
             yield f"{after.role} has {after.descriptors} descriptors, {before.descriptors} before"
     for regions, when in zip(findings.regions, ("first", "second", "last"), strict=True):

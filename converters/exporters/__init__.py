@@ -9,4 +9,8 @@ from converters.exporters.jax_functions import JaxModel as JaxModel
 from converters.exporters.jax_functions import export_jax as export_jax
 from converters.exporters.onnx_graphs import OnnxModel as OnnxModel
 from converters.exporters.onnx_graphs import export_onnx as export_onnx
+from converters.exporters.sklearn_models import SklearnModel as SklearnModel
+from converters.exporters.sklearn_models import export_sklearn as export_sklearn
+from converters.exporters.xgboost_models import XgboostModel as XgboostModel
+from converters.exporters.xgboost_models import export_xgboost as export_xgboost
 from nereid_backend.spec import TensorSpec as TensorSpec

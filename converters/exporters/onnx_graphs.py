@@ -191,7 +191,7 @@ def _trials(run: Run, spec: ModelSpec, given: Any) -> list[Trial]:
     sizes = comparison.sizes_to_try(spec)
     try:
         if given is not None:
-            return comparison.trials_of(run, spec.inputs, _examples(spec, given), sizes)
+            return comparison.trials_of(run, spec.inputs, comparison.examples_of(spec, given), sizes)
         tried = [
             (f"made-up inputs{'' if size is None else f' at batch size {size}'}", _made_up(spec, size, variable))
             for size in sizes
@@ -212,29 +212,3 @@ def _made_up(spec: ModelSpec, size: int | None, variable: int) -> list[Array]:
     rng = np.random.default_rng(variable)
     made = [rows.made_up(spec.inputs, variable, rng, 1 + index % (rows.KINDS - 1)) for index in range(size or 1)]
     return [np.concatenate(arrays) if size is not None else arrays[0] for arrays in zip(*made, strict=True)]
-
-
-def _examples(spec: ModelSpec, given: Any) -> list[Array]:
-    """Arrays of the graph's types in its order. Raises ExportError."""
-    names = [tensor.name for tensor in spec.inputs]
-    if isinstance(given, Mapping):
-        if set(given) != set(names):
-            raise ExportError(f"example_inputs are for {sorted(given)}, the graph's inputs are {names}")
-        given = [given[name] for name in names]
-    elif not isinstance(given, tuple | list):
-        given = [given]
-    if len(given) != len(names):
-        raise ExportError(f"there are {len(given)} example_inputs, the graph has the inputs {names}")
-    return [_example(tensor, np.asarray(array)) for tensor, array in zip(spec.inputs, given, strict=True)]
-
-
-def _example(tensor: TensorSpec, array: Array) -> Array:
-    shape = tensor.shape
-    if array.ndim != len(shape) or any(w not in (VARIABLE, g) for w, g in zip(shape, array.shape, strict=True)):
-        raise ExportError(
-            f"the example of input {tensor.name!r} has shape {list(array.shape)}, the graph's is {list(shape)}"
-        )
-    want = tensor.element.numpy
-    if array.dtype != want and not np.can_cast(array.dtype, want, "same_kind"):
-        raise ExportError(f"the example of input {tensor.name!r} is {array.dtype}, the graph takes {want}")
-    return np.ascontiguousarray(array, want)

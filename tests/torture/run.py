@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,7 +40,8 @@ README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 LONGEST_S, REAPS_S, LAST_LINES = 420, 1.0, 40
 # Everything a scenario starts ends with it, disks and shared memory are its own, and nothing needs privileges.
-APART = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+APART = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--fork", "--mount-proc", "--kill-child")
+_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ def run_apart(name: str, seed: int) -> Result:
 
 def inside(name: str, seed: int, scratch: Path) -> None:
     (folder := scratch / "ground").mkdir()
+    if orphans.is_first():
+        with socket.socket() as any_socket:  # a new network's loopback is off
+            fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh22x", b"lo", _UP_AND_RUNNING))
 
     async def alone() -> Result:
         # To a model's process a parent nobody waited for is alive.

@@ -150,9 +150,9 @@ NARROW = "g (int64[n, 3] x) => (float[n, 3] y) <float[2] t = {1, 2}> { y = Gathe
     ("graph", "options", "error", "words"),
     [
         (SAME, {"example_inputs": np.zeros((2, 4), np.float32)}, ExportError, r"has shape \[2, 4\].* is \[-1, 3\]"),
-        (SAME, {"example_inputs": {"z": 1}}, ExportError, r"for \['z'\], the graph's inputs are \['x'\]"),
-        (SAME, {"example_inputs": [1, 2]}, ExportError, "2 example_inputs, the graph has the inputs"),
-        (NARROW, {"example_inputs": np.zeros((1, 3))}, ExportError, "'x' is float64, the graph takes int64"),
+        (SAME, {"example_inputs": {"z": 1}}, ExportError, r"for \['z'\], the model's inputs are \['x'\]"),
+        (SAME, {"example_inputs": [1, 2]}, ExportError, "2 example_inputs, the model has the inputs"),
+        (NARROW, {"example_inputs": np.zeros((1, 3))}, ExportError, "'x' is float64, the model takes int64"),
         (NARROW, {"example_inputs": np.full((1, 3), 9)}, ExportError, "not run on the example inputs .*check them"),
         (SAME.replace("[n,", "[4,"), {"max_batch_size": 5}, ExportError, "is 5, the graph was made for 4 rows"),
         (MIXED, {"max_batch_size": 2}, BundleError, "symbolic first axis"),
