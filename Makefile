@@ -1,4 +1,4 @@
-# make install | demo | serve | test | thorough | fuzz | lint | bench | soak | torture. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | fuzz | lint | bench | peers | soak | torture. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ ALONE := tests/native_service/test_limits.py tests/native_service/test_soak.py
 # Half of a test's time is waiting for servers. The tests of a file share theirs, so they stay together.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo serve test thorough fuzz lint bench soak torture clean
+.PHONY: install demo serve test thorough fuzz lint bench peers soak torture clean
 
 install: $(VENV)/.installed
 
@@ -49,6 +49,10 @@ BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
 
+# The same models and requests on other servers; builds environments for them in the cache folder.
+peers: $(VENV)/.test
+	$(BIN)/python tests/bench/peers.py --write
+
 # Ten minutes of mixed load with deaths of processes; SECONDS_OF_LOAD=300 for less.
 SECONDS_OF_LOAD ?= 600
 
@@ -80,7 +84,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
-	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,serve,demo,dev]'
+	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,export,serve,demo,dev]'
 	touch $(VENV)/.installed $(VENV)/.demo $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv

@@ -11,6 +11,8 @@ from converters.exporters.onnx_graphs import OnnxModel as OnnxModel
 from converters.exporters.onnx_graphs import export_onnx as export_onnx
 from converters.exporters.sklearn_models import SklearnModel as SklearnModel
 from converters.exporters.sklearn_models import export_sklearn as export_sklearn
+from converters.exporters.torch_modules import TorchModel as TorchModel
+from converters.exporters.torch_modules import export_torch as export_torch
 from converters.exporters.xgboost_models import XgboostModel as XgboostModel
 from converters.exporters.xgboost_models import export_xgboost as export_xgboost
 from nereid_backend.spec import TensorSpec as TensorSpec

@@ -103,7 +103,7 @@ def _booster(model: Any, name: str) -> Any:
         return model
     if not hasattr(model, "get_booster"):
         raise ExportError(f"a model of type {name} was given, expected a Booster or a model of XGBoost")
-    if not np.isnan(model.missing):
+    if model.missing is not None and not np.isnan(model.missing):
         raise ExportError(
             f"{name}: missing is {model.missing}, in what is served it is NaN; put NaN into the table in its place and "
             "train with missing=nan"

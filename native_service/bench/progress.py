@@ -36,7 +36,7 @@ class Progress:
     def of(self, number: int, point: Point) -> Tick:
         """For load ``number``, counted from zero."""
         load = f"{point.rate:g} calls/s" if point.rate else f"{point.clients} clients"
-        self._bar.label = f"{load}, {point.rows} rows"
+        self._bar.label = f"{load}, {point.rows} row{'s' * (point.rows > 1)}"
 
         def tick(passed_s: float) -> None:
             if self._visible:
