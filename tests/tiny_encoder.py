@@ -12,14 +12,13 @@ import numpy as np
 from converters import weights as weights_files
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "man", "is", "eat", "##ing", "food", "bread", "!", "Paris"]
-WIDTH, HEADS, LAYERS, INNER, POSITIONS = 8, 2, 2, 12, 24
+WIDTH, HEADS, INNER, POSITIONS = 8, 2, 12, 24
 EPSILON = 1e-3
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {
         "architectures": ["BertModel"],
         "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "intermediate_size": INNER,
         "hidden_act": "gelu",
@@ -27,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "type_vocab_size": 2,
         "pad_token_id": 0,
     },
-    "distilbert": {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": INNER, "activation": "gelu"},
+    "distilbert": {"dim": WIDTH, "n_heads": HEADS, "hidden_dim": INNER, "activation": "gelu"},
 }
 CONFIGS["roberta"] = {**CONFIGS["bert"], "architectures": ["RobertaModel"], "pad_token_id": 1, "type_vocab_size": 1}
 _LAYER = {
@@ -58,14 +57,27 @@ def write_encoder(
     normalize: bool = True,
     prefix: str = "",
     longest: int | None = 16,
+    layers: int = 1,
+    old_names: bool = False,
     **config: Any,
 ) -> dict[str, np.ndarray]:
     """Write a model folder and give its weights. Without ``pooling`` it has no modules.json, as from transformers."""
     folder.mkdir(parents=True)
-    weights = _weights(kind)
-    settings = {"model_type": kind, "max_position_embeddings": POSITIONS, "vocab_size": len(WORDS), **CONFIGS[kind]}
+    weights = _weights(kind, layers)
+    counted = "n_layers" if kind == "distilbert" else "num_hidden_layers"
+    settings = {
+        "model_type": kind,
+        counted: layers,
+        "max_position_embeddings": POSITIONS,
+        "vocab_size": len(WORDS),
+        **CONFIGS[kind],
+    }
     _write_json(folder / "config.json", {**settings, **config})
     stored = {prefix + name: array for name, array in weights.items()}
+    if old_names:  # as the first checkpoints have them
+        stored = {
+            n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): a for n, a in stored.items()
+        }
     stored["classifier.weight"] = np.zeros((2, WIDTH), np.float32)  # a head that nobody asked for
     weights_files.write(folder / "model.safetensors", stored, {"format": "pt"})
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
@@ -91,7 +103,7 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def _weights(kind: str) -> dict[str, np.ndarray]:
+def _weights(kind: str, layers: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def drawn(*shape: int) -> np.ndarray:
@@ -106,7 +118,7 @@ def _weights(kind: str) -> dict[str, np.ndarray]:
     if kind != "distilbert":
         weights["embeddings.token_type_embeddings.weight"] = drawn(CONFIGS[kind]["type_vocab_size"], WIDTH)
     stem, names = _LAYER[kind]
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for role, name in names.items():
             out, of = {"linear1": (INNER, WIDTH), "linear2": (WIDTH, INNER)}.get(role, (WIDTH, WIDTH))
             full = stem.format(layer) + name
@@ -133,7 +145,7 @@ def states_by_torch(kind: str, weights: Mapping[str, np.ndarray], ids: np.ndarra
     norm = [tensor(f"embeddings.LayerNorm.{name}") for name in ("weight", "bias")]
     states = torch.nn.functional.layer_norm(states, (WIDTH,), *norm, epsilon)
     stem, names = _LAYER[kind]
-    for index in range(LAYERS):
+    for index in range(sum(name.endswith(f".{names['linear1']}.weight") for name in weights)):
         parts = {role: stem.format(index) + name for role, name in names.items()}
         layer = torch.nn.TransformerEncoderLayer(
             WIDTH, HEADS, INNER, dropout=0, activation="gelu", layer_norm_eps=epsilon, batch_first=True

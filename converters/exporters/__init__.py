@@ -13,6 +13,8 @@ from converters.exporters.sklearn_models import SklearnModel as SklearnModel
 from converters.exporters.sklearn_models import export_sklearn as export_sklearn
 from converters.exporters.torch_modules import TorchModel as TorchModel
 from converters.exporters.torch_modules import export_torch as export_torch
+from converters.exporters.transformers_models import TransformersModel as TransformersModel
+from converters.exporters.transformers_models import export_transformers as export_transformers
 from converters.exporters.xgboost_models import XgboostModel as XgboostModel
 from converters.exporters.xgboost_models import export_xgboost as export_xgboost
 from nereid_backend.spec import TensorSpec as TensorSpec

@@ -105,8 +105,8 @@ class EncoderConfig:
         """The names of all weights that ``encode`` reads, in the order of the computation."""
         family = self.family
         embeddings = ["word_embeddings", "position_embeddings", *(["token_type_embeddings"] if family.typed else [])]
-        layer = (family.query, family.key, family.value, family.output, family.attended)
-        layer = (*layer, family.up, family.down, family.fed)
+        attention = (family.query, family.key, family.value, family.output, family.attended)
+        layer = (*attention, family.up, family.down, family.fed)
         both = ["embeddings.LayerNorm", *(name.format(index) for index in range(self.layers) for name in layer)]
         return [f"embeddings.{n}.weight" for n in embeddings] + [f"{n}.{w}" for n in both for w in ("weight", "bias")]
 

@@ -6,10 +6,10 @@ Only JSON, safetensors and text are read; nothing of the folder runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from converters.exporters.encoder import EncoderConfig, read_config
 from nereid_backend import safetensors
 from nereid_backend.builtins.bert_text import Encoder, read_vocabulary
 from nereid_backend.errors import BundleError, ExportError
-from nereid_backend.safetensors import OpenFile
 
 Pooling = Literal["mean", "cls", "max", "mean_sqrt_len", "none"]
 """What becomes of the vectors of a text's tokens: one vector, that of the first token for ``cls``; or all, for none."""
@@ -108,13 +107,15 @@ def read_head(folder: Path) -> Head:
             "give pooling"
         )
     longest = read_json(encoder / "sentence_bert_config.json").get("max_seq_length")
-    return Head(modes[0], "Normalize" in kinds, longest if type(longest) is int else None, encoder)
+    return Head(cast(Pooling, modes[0]), "Normalize" in kinds, longest if type(longest) is int else None, encoder)
 
 
 def _modules(folder: Path) -> list[dict[str, str]]:
     path = folder / "modules.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, list):
+            raise TypeError
         modules = sorted(found, key=lambda module: module["idx"])
         inside = [Path(module["path"]) for module in modules]
         if not all(isinstance(module["type"], str) for module in modules):
@@ -128,66 +129,85 @@ def _modules(folder: Path) -> list[dict[str, str]]:
     return modules
 
 
-def read_weights(folder: Path) -> tuple[EncoderConfig, dict[str, Array]]:
-    """The configuration of an encoder and its f32 weights by their names there, C-contiguous. Raises BundleError."""
-    config = read_json(folder / CONFIG_FILE)
-    if not config:
+class StoredWeights(Mapping[str, Array]):
+    """Weights by name, read from the file when they are asked for, so that a model is never twice in memory."""
+
+    def __init__(self, path: Path, stored: Mapping[str, str]) -> None:
+        """``stored``: the name in the file of each."""
+        self._path, self._stored = path, stored
+
+    def __getitem__(self, name: str) -> Array:
+        """C-contiguous and aligned, the caller's own. Raises WeightsError."""
+        with safetensors.opened(self._path) as file:
+            return file.tensor(self._stored[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def read_weights(folder: Path) -> tuple[EncoderConfig, StoredWeights]:
+    """The configuration of an encoder and its f32 weights, by their names there. Raises BundleError subclasses."""
+    settings = read_json(folder / CONFIG_FILE)
+    if not settings:
         raise ExportError(
             f"{folder} has no {CONFIG_FILE}; give a folder that transformers or sentence-transformers saved"
         )
-    encoder = read_config(config)
-    if not (folder / WEIGHTS_FILE).is_file():
+    config = read_config(settings)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
         raise ExportError(
             f"{folder} has no {WEIGHTS_FILE}; save the model in one such file (save_pretrained with a large "
             "max_shard_size)"
         )
-    with safetensors.opened(folder / WEIGHTS_FILE) as file:
-        return encoder, _weights(file, encoder)
-
-
-def _weights(file: OpenFile, encoder: EncoderConfig) -> dict[str, Array]:
-    prefix = encoder.family.prefix
-    # Old checkpoints call the two weights of a layer norm so.
+    entries = safetensors.read_header(path).entries
+    # Old checkpoints call the two weights of a layer norm gamma and beta.
     there = {
-        name.removeprefix(prefix)
-        .replace("LayerNorm.gamma", "LayerNorm.weight")
-        .replace("LayerNorm.beta", "LayerNorm.bias"): name
-        for name in file.header.entries
+        name.removeprefix(config.family.prefix)
+        .replace("Norm.gamma", "Norm.weight")
+        .replace("Norm.beta", "Norm.bias"): name
+        for name in entries
     }
-    names = encoder.weight_names()
+    names = config.weight_names()
     if missing := [name for name in names if name not in there]:
         raise ExportError(
             f"{WEIGHTS_FILE} lacks {missing[0]!r} and {len(missing) - 1} more that {CONFIG_FILE} needs; save the model "
             "again"
         )
-    for name in names:
-        dtype = file.header.entries[there[name]].dtype
-        if dtype.numpy != np.float32:
-            raise ExportError(f"weight {name!r} is {dtype.token}, expected f32; save model.float() instead")
-    weights = {name: file.tensor(there[name]) for name in names}
-    _check_shapes(weights, encoder)
-    return weights
+    found = {name: entries[there[name]] for name in names}
+    for name, entry in found.items():
+        if entry.dtype.numpy != np.float32:
+            raise ExportError(f"weight {name!r} is {entry.dtype.token}, expected f32; save model.float() instead")
+    _check_shapes({name: entry.shape for name, entry in found.items()}, config)
+    return config, StoredWeights(path, {name: there[name] for name in names})
 
 
-def _check_shapes(weights: Mapping[str, Array], encoder: EncoderConfig) -> None:
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], config: EncoderConfig) -> None:
     """Raise ExportError where a weight has not the shape that the configuration gives it."""
-    family, width = encoder.family, encoder.width
-    inner = len(weights[f"{family.up.format(0)}.bias"]) if encoder.layers else 0
-    for name, weight in weights.items():
-        if name.startswith("embeddings.") and name.endswith("embeddings.weight"):
-            least = {"position": encoder.positions, "word": encoder.vocabulary}.get(name[11:].partition("_")[0], 1)
-            fits = weight.ndim == 2 and weight.shape[1] == width and len(weight) >= least
+    family, width = config.family, config.width
+    inner = shapes[f"{family.up.format(0)}.bias"][:1]
+    for name, shape in shapes.items():
+        layer, _, kind = name.rpartition(".")
+        if layer.endswith("embeddings"):
+            least = {
+                "embeddings.word_embeddings": config.vocabulary,
+                "embeddings.position_embeddings": config.positions,
+            }
+            fits = len(shape) == 2 and shape[1] == width and shape[0] >= least.get(layer, 1)
         else:
-            wide = any(name.startswith(family.up.format(index) + ".") for index in range(encoder.layers))
-            deep = any(name.startswith(family.down.format(index) + ".") for index in range(encoder.layers))
-            norm = "norm" in name.lower()
-            out, of = (inner if wide else width), (inner if deep else width)
-            fits = weight.shape == ((out,) if norm or name.endswith("bias") else (out, of))
+            out = inner if _is_any(layer, family.up, config.layers) else (width,)
+            of = inner if _is_any(layer, family.down, config.layers) else (width,)
+            fits = shape == (out if kind == "bias" or "norm" in layer.lower() else (*out, *of))
         if not fits:
             raise ExportError(
-                f"weight {name!r} has shape {list(weight.shape)}, which does not fit {CONFIG_FILE}; save the model "
-                "again"
+                f"weight {name!r} has shape {list(shape)}, which does not fit {CONFIG_FILE}; save the model again"
             )
+
+
+def _is_any(layer: str, name: str, layers: int) -> bool:
+    return any(layer == name.format(index) for index in range(layers))
 
 
 def read_tokenizer(folder: Path, texts: Sequence[str]) -> Vocabulary:

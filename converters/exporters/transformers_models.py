@@ -7,6 +7,7 @@ compared with its model, else with the function that it was made of.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from converters.exporters.client_side import PLAIN, ClientSide
 from converters.exporters.description import Exported
 from converters.exporters.encoder import EncoderConfig, encode
 from converters.exporters.manifest_writer import Layout
-from converters.exporters.programs import BATCH_SIZES, Origin, Run, export_programs, settings_kept
+from converters.exporters.programs import BATCH_SIZES, Origin, Run, compiled_sizes, export_programs, settings_kept
 from converters.exporters.transformers_folder import POOLINGS, VOCABULARY_FILE, Pooling, Vocabulary
 from nereid_backend.builtins.bert_text import BertText, Encoder, bucket
 from nereid_backend.errors import ExportError
@@ -70,7 +71,7 @@ class TransformersModel:
         force: bool = False,
     ) -> Exported:
         """Write this model as a bundle and run it beside the original: see ``export_transformers``."""
-        if not batch_sizes:
+        if compiled_sizes(batch_sizes) == (None,):
             raise ExportError("batch sizes are none, expected at least one; texts come in rows")
         with _saved(self.model, self.tokenizer) as folder:
             encoder, vocabulary, lengths = self._read(folder)
@@ -78,7 +79,7 @@ class TransformersModel:
             client = PLAIN
             if vocabulary is not None:
                 with settings_kept():
-                    client = self._client(encoder, vocabulary, ids[: max(batch_sizes)], lengths)
+                    client = self._client(encoder, vocabulary, ids, lengths, max(batch_sizes))
             return export_programs(
                 [_Length(encoder, ids[:, :length]) for length in lengths],
                 directory,
@@ -95,20 +96,21 @@ class TransformersModel:
         head = folders.read_head(folder)
         config, weights = folders.read_weights(head.encoder)
         pooling = head.pooling if self.pooling is None else self.pooling
-        if pooling not in POOLINGS:
+        if pooling is None or pooling not in POOLINGS:
             raise ExportError(
                 f"pooling is {pooling!r}, expected one of {', '.join(POOLINGS)}, as the model was trained"
             )
         normalize = head.normalize if self.normalize is None else self.normalize
-        encoder = _Encoder(head.encoder, config, weights, pooling, normalize and pooling != "none")
+        encoder = _Encoder(head.encoder, config, weights, pooling, normalize=normalize and pooling != "none")
         vocabulary = folders.read_tokenizer(head.encoder, self.examples) if self.texts else None
-        if vocabulary is not None and len(vocabulary.ids) > len(weights["embeddings.word_embeddings.weight"]):
+        if vocabulary is not None and len(vocabulary.ids) > config.vocabulary:
             raise ExportError(
-                f"the vocabulary has {len(vocabulary.ids)} tokens, the model "
-                f"{len(weights['embeddings.word_embeddings.weight'])}; they belong to different models"
+                f"the vocabulary has {len(vocabulary.ids)} tokens, the model {config.vocabulary}; they belong to "
+                "different models"
             )
-        limits = (head.longest, vocabulary and vocabulary.longest)
-        lengths = compiled_lengths(self.lengths, config.longest, min(filter(None, (*limits, config.longest))))
+        limits = [config.longest, head.longest, vocabulary.longest if vocabulary is not None else None]
+        longest = min(limit for limit in limits if limit is not None)
+        lengths = compiled_lengths(self.lengths, config.longest, longest)
         return encoder, vocabulary, lengths
 
     def _example_ids(self, config: EncoderConfig, vocabulary: Vocabulary | None, longest: int) -> Array:
@@ -125,20 +127,28 @@ class TransformersModel:
         rows = [ids for ids, _ in encoder.encode(list(self.examples))]
         return np.array([ids + [encoder.padding] * (longest - len(ids)) for ids in rows])
 
-    def _client(self, encoder: _Encoder, vocabulary: Vocabulary, ids: Array, lengths: Sequence[int]) -> ClientSide:
-        """Clients send texts: ``bert_text`` makes the ids of them, which ``ids`` are for the first examples."""
+    def _client(
+        self, encoder: _Encoder, vocabulary: Vocabulary, ids: Array, lengths: Sequence[int], rows: int
+    ) -> ClientSide:
+        """Clients send texts: ``bert_text`` makes the ids of them, which ``ids`` are for all examples.
+
+        The example fits ``rows``, the largest batch, for which the original is compiled anyway.
+        """
         options = {"vocab": VOCABULARY_FILE, **({} if vocabulary.lowercase else {"lowercase": False})}
-        texts = [text.encode() for text in self.examples[: len(ids)]]
+        texts = [text.encode() for text in self.examples[:rows]]
         mask = (ids != encoder.config.padding).astype(np.int64)
-        width = bucket(int(mask.sum(1).max()), lengths)
+        width = bucket(int(mask[: len(texts)].sum(1).max()), lengths)
+        repeated = np.arange(rows) % len(texts)
+        (expected,) = encoder.original()([ids[repeated, :width], mask[repeated, :width]])
+        longest = max(map(len, texts))
         return ClientSide(
             preprocess=[{BertText.name: options}],
             files={VOCABULARY_FILE: vocabulary.file},
             example={
-                "texts": np.array([list(text.ljust(max(map(len, texts)), b"\0")) for text in texts], np.uint8),
+                "texts": np.array([list(text.ljust(longest, b"\0")) for text in texts], np.uint8),
                 "text_lens": np.array([len(text) for text in texts], np.int32),
             },
-            expected={encoder.output: encoder.original()([ids[:, :width], mask[:, :width]])[0]},
+            expected={encoder.output: expected[: len(texts)]},
         )
 
 
@@ -187,15 +197,15 @@ def _saved(model: Any, tokenizer: Any) -> Iterator[Path]:
         yield Path(folder)
 
 
-@dataclass(frozen=True, slots=True)
 class _Encoder:
     """All lengths of a model share this: what is computed, and where it was read."""
 
-    folder: Path
-    config: EncoderConfig
-    weights: Mapping[str, Array]
-    pooling: Pooling
-    normalize: bool
+    def __init__(
+        self, folder: Path, config: EncoderConfig, weights: Mapping[str, Array], pooling: Pooling, *, normalize: bool
+    ) -> None:
+        self.folder, self.config, self.weights = folder, config, weights
+        self.pooling, self.normalize = pooling, normalize
+        self._traced: Any = None
 
     @property
     def output(self) -> str:
@@ -213,7 +223,7 @@ class _Encoder:
         """The model of the transformers library, where that is installed, else the function that is exported."""
         library = _transformers()
         if library is None:
-            return self._traced()
+            return self._function()
         import torch
 
         model = library.AutoModel.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32).eval()
@@ -226,18 +236,17 @@ class _Encoder:
 
         return run
 
-    def _traced(self) -> Run:
+    def _function(self) -> Run:
         import jax
 
-        cpu = jax.devices("cpu")[0]
-        weights = [jax.device_put(array, cpu) for array in self.weights.values()]
-
-        # Traced anew, not from the cache of what was exported.
-        def source(*arrays: Any) -> Any:
-            return self.call(*arrays)
-
-        traced = jax.jit(source)
         jax.config.update("jax_enable_x64", True)
+        cpu = jax.devices("cpu")[0]
+        gc.collect()  # JAX leaves those of the length before in cycles
+        weights = [jax.device_put(array, cpu) for array in self.weights.values()]
+        if self._traced is None:
+            # Traced anew, not from the cache of what was exported.
+            self._traced = jax.jit(lambda *arrays: self.call(*arrays))
+        traced = self._traced
 
         def run(inputs: list[Array]) -> list[Array]:
             with jax.default_device(cpu):

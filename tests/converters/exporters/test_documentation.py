@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_encoder import write_encoder
 
 from converters.convert import prepare
 
@@ -17,6 +18,7 @@ README = Path(__file__).parents[3] / "converters" / "README.md"
     [
         ("Export from JAX", "jax"),
         ("Export from torch", "torch"),
+        ("Export from transformers", "tokenizers"),
         ("Export from ONNX", "onnx"),
         ("Export from scikit-learn", "skl2onnx"),
         ("Export from XGBoost", "onnxmltools"),
@@ -31,6 +33,7 @@ def test_the_exports_in_the_readme_work_as_written(
     _, _, text = README.read_text().partition(f"## {chapter}\n")
     blocks = re.findall(r"^```python\n(.*?)^```", text.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    write_encoder(tmp_path / "models" / "minilm")
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
