@@ -245,7 +245,8 @@ def test_a_reader_that_ends_its_process_fails_its_own_model_only(plus_one: Any, 
     command = [sys.executable, "-c", ABORTING, str(tmp_path), "-o", str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+    # A reader that takes its time is told, too.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("still ")] == [
         f"error: {tmp_path / name}.onnx: reading it ended the converter ({how}); "
         "it is damaged, or too large for this machine"
         for name, how in (("aborts", "signal 6"), ("exits", "exit code 7"))
