@@ -1,4 +1,4 @@
-# make install | demo | serve | test | thorough | fuzz | lint | bench | soak. Everything lives in .venv; PYTHON picks the interpreter.
+# make install | demo | serve | test | thorough | fuzz | lint | bench | peers | soak | torture. Everything lives in .venv; PYTHON picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,8 +11,12 @@ BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_
 	tests/nereid_backend/test_tensors.py tests/nereid_backend/test_batching.py tests/nereid_backend/test_executor.py \
 	tests/nereid_backend/test_hooks_on_triton.py tests/nereid_backend/test_pipeline.py \
 	tests/converters/test_bundles_on_triton.py
+# Servers under load, whose memory or times are looked at: nothing runs beside them.
+ALONE := tests/native_service/test_limits.py tests/native_service/test_soak.py
+# Half of a test's time is waiting for servers. The tests of a file share theirs, so they stay together.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo serve test thorough fuzz lint bench soak clean
+.PHONY: install demo serve test thorough fuzz lint bench peers soak torture clean
 
 install: $(VENV)/.installed
 
@@ -27,8 +31,9 @@ test: $(VENV)/.test $(VENV)-numpy2/.test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
-	$(VENV)-numpy2/bin/python -m pytest $(BOTH_NUMPYS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
+	$(VENV)-numpy2/bin/python -m pytest $(SIDE_BY_SIDE) $(BOTH_NUMPYS)
 
 # 10,000 made-up manifests, contracts and specifications each.
 thorough: $(VENV)/.test
@@ -44,11 +49,22 @@ BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed
 
+# The same models and requests on other servers; builds environments for them in the cache folder.
+peers: $(VENV)/.test
+	$(BIN)/python tests/bench/peers.py --write
+
 # Ten minutes of mixed load with deaths of processes; SECONDS_OF_LOAD=300 for less.
 SECONDS_OF_LOAD ?= 600
 
 soak: $(VENV)/.test
 	$(BIN)/python tests/soak.py --seconds $(SECONDS_OF_LOAD)
+
+# Half an hour: a server of its own for each scenario. SCENARIOS="the_disk_is_full the_clock_jumps" for some, SEED=7 for others.
+SCENARIOS ?=
+SEED ?= 1
+
+torture: $(VENV)/.test
+	$(BIN)/python tests/torture/run.py $(SCENARIOS) --seed $(SEED) $(if $(SCENARIOS),,--table)
 
 clean:
 	rm -rf $(VENV) $(VENV)-numpy2 bundles
@@ -67,11 +83,11 @@ $(VENV)/.demo: $(VENV)/.installed
 	$(PIP) --editable '.[jax,onnx,serve,demo]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,serve,demo,dev]'
-	touch $@
+$(VENV)/.test: pyproject.toml .ci/constraints.txt | $(VENV)/.venv
+	$(PIP) --editable '.[jax,torch,onnx,text,xgboost,sklearn,export,serve,demo,dev]'
+	touch $(VENV)/.installed $(VENV)/.demo $@
 
 $(VENV)-numpy2/.test: pyproject.toml .ci/constraints-numpy2.txt | $(VENV)-numpy2/.venv
-	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-numpy2.txt \
-		--editable '.[jax,torch,onnx,text,serve,dev]'
+	$(VENV)-numpy2/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint .ci/constraints-numpy2.txt --editable '.[jax,torch,onnx,text,serve,dev]'
 	touch $@

@@ -20,13 +20,13 @@ from converters import hooks, meta, rows
 from converters import manifest as manifests
 from converters import weights as bundle_weights
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE, Manifest
-from converters.prepared import Prepared, Source, place
+from converters.prepared import Once, Prepared, Source, place
 from converters.weights import BundleWeights
 from nereid_backend import safetensors
 from nereid_backend.engines import engine_class, stablehlo
 from nereid_backend.engines.stablehlo import Argument, Module
 from nereid_backend.errors import BundleError, SignatureError
-from nereid_backend.spec import VARIABLE, ModelSpec, Program, TensorSpec, Weights
+from nereid_backend.spec import VARIABLE, ModelSpec, Program, TensorSpec, Variant, Weights
 from nereid_backend.user_code import USER_CODE
 
 Array = np.ndarray[Any, Any]
@@ -151,33 +151,43 @@ def _with_rows_checked(prepared: Prepared) -> Prepared:
     """
     if max(prepared.spec.batch_sizes) == 1:  # no two rows ever meet
         return prepared
+    # Weights that are brought to program order for the trial are what is written afterwards.
+    files = {name: source if isinstance(source, Path) else Once(source) for name, source in prepared.files.items()}
+    prepared = replace(prepared, files=files)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, source in prepared.files.items():
+        for name, source in files.items():
             place(source, Path(scratch) / name, link=True)
-        for variant in prepared.spec.variants:
-            spec = prepared.spec.at_variant(variant)
-            problem = _dependence(spec, Path(scratch))
-            if problem is not None:
-                break
+        problem = _dependence(prepared.spec, Path(scratch))
     if problem is None:
         return prepared
     spec = replace(prepared.spec, coalesce=False, max_batch_size=0)
-    which = f"variant {list(variant)}: " if variant else ""
     others = [note for note in prepared.notes if note != _SIDEWAYS]
-    return Prepared(spec, prepared.files, (*others, rows.kept_apart(spec, f"{which}{problem}")))
+    return Prepared(spec, prepared.files, (*others, rows.kept_apart(spec, problem)))
 
 
 def _dependence(spec: ModelSpec, directory: Path) -> str | None:
-    size = next((size for size in spec.batch_sizes if size > 1), None)
-    if size is None:
-        return None
+    """Why rows must not share a run, None when nothing does; every variant is tried, on one set of weights.
+
+    Of each variant the smallest program that takes several rows is compiled; a row alone is tried in the first only.
+    """
+    tried: dict[Variant, tuple[Program, ...]] = {}
+    for variant in spec.variants:
+        programs = spec.at_variant(variant).programs
+        size = min((p.batch_size for p in programs if p.batch_size is not None and p.batch_size > 1), default=None)
+        if size is not None:
+            wanted = (size,) if tried else (1, size)
+            tried[variant] = tuple(program for program in programs if program.batch_size in wanted)
+    chosen = tuple(replace(p, variant=variant) for variant, programs in tried.items() for p in programs)
     # On the CPU: a bundle may be converted on another machine than it is served on.
-    tried = tuple(program for program in spec.programs if program.batch_size in (1, size))
-    engine = engine_class(spec.engine).load(replace(spec, device="cpu", programs=tried), directory)
+    engine = engine_class(spec.engine).load(replace(spec, device="cpu", programs=chosen), directory)
     try:
-        return rows.dependence(engine, spec, size, spec.outputs)
+        for variant, programs in tried.items():
+            one = replace(spec.at_variant(variant), programs=programs)
+            if (problem := rows.dependence(engine, one, max(one.batch_sizes), spec.outputs)) is not None:
+                return f"variant {list(variant)}: {problem}" if variant else problem
     finally:
         engine.close()
+    return None
 
 
 def read_bundle_weights(directory: Path) -> dict[str, Array]:

@@ -106,7 +106,7 @@ def compare(
         else:
             wrong, most = (have != want).any(axis=1), ""
             if scores is not None:
-                wrong &= ~_ties(scores)
+                wrong &= ~ties(scores)
         if wrong.any():
             raise BundleError(
                 f"the converted {name!r} differs from what {source} predicts on {int(wrong.sum())} of {len(want)} "
@@ -123,7 +123,7 @@ def _far_apart(have: Array, want: Array, tolerance: float) -> tuple[Array, str]:
     return wrong, f", by up to {np.nanmax(np.abs(have - want)[wrong], initial=0):.3g}"
 
 
-def _ties(scores: Array) -> Array:
+def ties(scores: Array) -> Array:
     """[n] whether a row's two best scores are the same but for rounding."""
     if scores.ndim == 1:
         scores = np.stack([scores, -scores], axis=1)

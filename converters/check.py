@@ -13,7 +13,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from converters import arity, bundle, discover, folder, hooks, isolation, kinds, meta, repository, saved_model, script
+from converters import (
+    arity,
+    bundle,
+    discover,
+    ensembles,
+    folder,
+    hooks,
+    isolation,
+    kinds,
+    meta,
+    repository,
+    saved_model,
+    script,
+    triton_models,
+)
 from converters.arity import ArityReport
 from converters.artifact import serve_as_is
 from converters.convert import check_source, file_kind, model_name
@@ -130,6 +144,8 @@ def _checked(report: Report, source: Path, callees: Mapping[str, ModelSpec]) -> 
     """The report as it grows. Raises what conversion would."""
     if discover.is_bundle(source):
         yield from _bundle(report, source, callees)
+    elif discover.is_triton_model(source):
+        yield from _triton_model(report, source, callees)
     elif source.is_dir():
         yield from _folder(report, source)
     else:
@@ -167,6 +183,27 @@ def _folder(report: Report, directory: Path) -> Iterator[Report]:
         yield replace(report, notes=(kinds.needs_consent(saved_model.FILE, saved_model.RUNS_CODE),))
     else:
         yield replace(report, notes=_not_opened(found.file, found.kind))
+
+
+def _triton_model(report: Report, directory: Path, callees: Mapping[str, ModelSpec]) -> Iterator[Report]:
+    report = replace(report, kind="Triton model")
+    yield report
+    configured = triton_models.configuration(directory)
+    if configured.backend == triton_models.ENSEMBLE:
+        report = replace(report, kind="Triton ensemble", calls=triton_models.calls_of(directory))
+        yield report
+        yield _described(report, ensembles.read(report.name, configured, callees))
+        return
+    found = triton_models.inspect(directory, configured)
+    limit = found.configured.max_batch_size
+    yield replace(
+        report,
+        kind=f"Triton {found.backend} model",
+        notes=(*found.changed, *_not_opened(found.file, found.kind)),
+        inputs=triton_models.on_the_wire(found.configured.inputs, limit),
+        outputs=triton_models.on_the_wire(found.configured.outputs, limit),
+        max_batch_size=limit,
+    )
 
 
 def _file(report: Report, path: Path, kind: FileKind) -> Report:

@@ -9,15 +9,21 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from converters import isolation
 from converters.backpressure import DEFAULT_CAPACITY
 from nereid_backend import progress
-from nereid_backend.errors import BundleError, NereidError
+from nereid_backend.errors import BundleError, NereidError, ReportError
+
+if TYPE_CHECKING:
+    from converters.conversions import Conversions
 
 _LOG = logging.getLogger("nereid.convert")
 
@@ -27,12 +33,26 @@ ISOLATED = "isolated"
 """As click's ``obj``: nothing but the command runs in this process, and a child of its own may do the work."""
 
 
+@contextmanager
+def _tidy_on_sigterm() -> Iterator[None]:
+    """SIGTERM meanwhile raises, so that what was begun is removed."""
+
+    def leave(_number: int, _frame: Any) -> None:
+        raise SystemExit(1)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @click.command(name="convert")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=DEFAULT_OUTPUT, show_default=True,
               help="The Triton model repository to write into.")  # fmt: skip
 @click.option("--name", help="Serve the model under this name (one SOURCE only).")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:<index>.")
+@click.option("--device", help="cpu, cuda or cuda:<index> (default: what a Triton model declares, or cpu).")
 @click.option("--backend", help="Kind of a nereid folder that matches several: torch, onnx, ...")
 @click.option("--max-batch-size", type=click.IntRange(min=0), help="For a bare file with a symbolic first axis.")
 @click.option("--batch-sizes", type=click.Choice(["all", "largest"]), default="all", show_default=True,
@@ -45,11 +65,15 @@ ISOLATED = "isolated"
               help=f"Requests running and waiting, if Triton refuses (default: {DEFAULT_CAPACITY}).")  # fmt: skip
 @click.option("--link/--copy", default=False, help="Link the artifacts instead of copying them (default: copy).")
 @click.option("--force", is_flag=True, help="Replace models that are already in the repository.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing into the repository.")
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write what became of each model; a second run does what is missing or changed.")  # fmt: skip
+@_tidy_on_sigterm()
 def command(
     sources: tuple[Path, ...],
     output: Path,
     name: str | None,
-    device: str,
+    device: str | None,
     backend: str | None,
     max_batch_size: int | None,
     batch_sizes: str,
@@ -59,11 +83,14 @@ def command(
     queue_capacity: int | None,
     link: bool,
     force: bool,
+    dry_run: bool,
+    report_file: Path | None,
 ) -> None:
-    """Turn bundles, nereid folders and model files into a Triton model repository.
+    """Turn bundles, nereid folders, model files and Triton's own models into a Triton model repository.
 
     A SOURCE that is none of these itself stands for the models directly below it.
     """
+    from converters.conversions import Conversions, Outcome
     from converters.convert import model_name
     from converters.discover import calls_of
 
@@ -73,7 +100,6 @@ def command(
         raise click.UsageError(
             "--queue-capacity goes with --backpressure triton; nereid serve takes it from nereid.yaml"
         )
-    signal.signal(signal.SIGTERM, _leave)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for log in (_LOG, logging.getLogger("nereid.environments")):  # a build takes minutes
         log.setLevel(logging.INFO)
@@ -94,16 +120,31 @@ def command(
         "allow_code": allow_code,
         "queue_capacity": queue_capacity,
         "link": link,
-        "force": force,
     }
-    converted = isolation.each(found, lambda source: _convert(source, output, options), _refuse, in_child=_isolated())
-    if not all([*converted]):  # all of them, also after the first that fails
+    try:
+        conversions = Conversions(output, options, report_file, force=force, dry_run=dry_run)
+        undone = conversions.undone(found)
+        for source in found:
+            if source not in undone:
+                click.echo(f"{source}: unchanged since it was converted to {conversions.target(source)}")
+        accepted = True
+        work = partial(_convert, conversions=conversions, dry_run=dry_run)
+        outcomes = isolation.each(undone, work, _refused, in_child=_isolated())
+        for source, raw in zip(undone, outcomes, strict=True):  # all of them, also after the first that fails
+            outcome = Outcome(**raw)
+            conversions.note(source, outcome)
+            accepted &= not outcome.refused
+    except ReportError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    if not accepted:
         sys.exit(1)
 
 
 @click.command(name="check")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, with tensors, weights and arity.")
+@_tidy_on_sigterm()
 def check(sources: tuple[Path, ...], as_json: bool) -> None:
     """Say what conversion would refuse, one line a model, without reading weights or running anything.
 
@@ -112,7 +153,6 @@ def check(sources: tuple[Path, ...], as_json: bool) -> None:
     from converters.check import check_all, one_line
     from converters.discover import passed_over
 
-    signal.signal(signal.SIGTERM, _leave)
     found = [model for source in sources for model in _found(source)]
     accepted = True
     for report in check_all(found, in_child=_isolated()):
@@ -131,6 +171,7 @@ def check(sources: tuple[Path, ...], as_json: bool) -> None:
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="BUNDLE...")
 @click.option("--copy/--replace", "copy", default=None,
               help="Keep the original weights beside the new ones, or put the new ones in their place.")  # fmt: skip
+@_tidy_on_sigterm()
 def migrate(sources: tuple[Path, ...], copy: bool | None) -> None:
     """Bring the weights of bundles from the legacy layout to program order.
 
@@ -139,7 +180,6 @@ def migrate(sources: tuple[Path, ...], copy: bool | None) -> None:
     """
     if copy is None:
         raise click.UsageError("choose --copy or --replace")
-    signal.signal(signal.SIGTERM, _leave)
     migrated = [_migrate(source, copy=copy) for given in sources for source in _found(given)]
     if not all(migrated):
         sys.exit(1)
@@ -157,23 +197,29 @@ def _migrate(source: Path, *, copy: bool) -> bool:
     return True
 
 
-def _convert(source: Path, output: Path, options: dict[str, Any]) -> bool:
-    """Convert one model and say so in one line; whether it worked."""
-    from converters.convert import convert
-
+def _convert(source: Path, conversions: Conversions, *, dry_run: bool) -> dict[str, Any]:
+    """Convert one model and say so in one line; an ``Outcome`` as JSON can carry it."""
     try:
         with progress.told(_LOG, f"converting {source}", at_start=False):
-            prepared = convert(source, output, **options)
+            prepared = conversions.convert(source)
     except Exception as error:  # noqa: BLE001 - the edge of the command: one model, one line, the others go on
-        return _refuse(source, isolation.problem_of(error))
+        return _refused(source, isolation.problem_of(error))
     spec = prepared.spec
     dynamic = f"up to {spec.max_batch_size}" if spec.max_batch_size else "none"
     sizes = ", ".join(map(str, spec.batch_sizes)) or dynamic
     variants = f", variants: {len(spec.variants)}" if spec.variants != ((),) else ""
-    click.echo(f"{source} -> {output / spec.name} (engine {spec.engine}, batch sizes: {sizes}{variants})")
+    arrow = "would become" if dry_run else "->"
+    click.echo(f"{source} {arrow} {conversions.target(source)} (engine {spec.engine}, batch sizes: {sizes}{variants})")
+    for kept in prepared.taken_over if dry_run else ():
+        click.echo(f"  as before: {kept}")
     for note in prepared.notes:
         click.echo(f"note: {source}: {note}", err=True)
-    return True
+    return {"taken_over": prepared.taken_over, "changed": prepared.notes}
+
+
+def _refused(source: Path, problem: str) -> dict[str, Any]:
+    _refuse(source, problem)
+    return {"refused": problem}
 
 
 def _refuse(source: Path, problem: str) -> bool:
@@ -199,10 +245,6 @@ def _found(source: Path) -> list[Path]:
         sys.exit(1)
     except OSError:
         return [source]
-
-
-def _leave(_number: int, _frame: Any) -> None:
-    raise SystemExit(1)  # so that what was begun is removed
 
 
 def main() -> None:

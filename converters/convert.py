@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from converters import backpressure, bundle, discover, folder, kinds, meta, repository, saved_model
+from converters import backpressure, bundle, discover, folder, kinds, meta, repository, saved_model, triton_models
 from converters.artifact import serve_as_is
 from converters.bundle import BatchSizes
 from converters.kinds import FileKind
@@ -31,7 +31,7 @@ def prepare(
     source: Path,
     *,
     name: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
@@ -42,8 +42,11 @@ def prepare(
 ) -> Prepared:
     """Read and check a model without writing anything. Raises NereidError subclasses.
 
-    ``callees`` holds, by name, the models that a meta model may call.
+    ``callees`` holds, by name, the models that a meta model may call. Without ``device`` it is the one that a Triton
+    model declares, and the CPU for every other.
     """
+    asked = device
+    device = triton_models.DEFAULT_DEVICE if device is None else device
     parse_device(device)
     name = model_name(source) if name is None else name
     check_source(source, name)
@@ -59,6 +62,8 @@ def prepare(
             f"signature {signature!r} belongs to a TensorFlow SavedModel, this model is none; leave it out"
         )
     opening = kinds.Opening(device, allow_code, signature)
+    if backend is None and discover.is_triton_model(source):
+        return triton_models.read(source, name, asked, opening, callees)
     if source.is_dir():
         return folder.read(source, name, opening, backend, children=children)
     artifact = kinds.read(file_kind(source), source, opening)
@@ -92,25 +97,26 @@ def convert(
     target: Path,
     *,
     name: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     backend: str | None = None,
     max_batch_size: int | None = None,
     batch_sizes: BatchSizes = "all",
     signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
-    callees: Mapping[str, ModelSpec] | None = None,
+    callees: Mapping[str, ModelSpec] = MappingProxyType({}),
     children: int = DEFAULT_CHILDREN,
     queue_capacity: int | None = None,
     link: bool = False,
     force: bool = False,
+    dry_run: bool = False,
 ) -> Prepared:
     """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written.
 
-    The callees of a meta model are those in ``target`` unless ``callees`` gives them. ``queue_capacity`` lets Triton
-    itself refuse requests (``backpressure``); None leaves that to ``nereid serve``.
+    The callees of a meta model are those in ``target`` and in ``callees``. ``queue_capacity`` lets Triton itself refuse
+    requests (``backpressure``); None leaves that to ``nereid serve``. ``dry_run``: everything but the writing.
     """
-    if callees is None:
-        callees = meta.callees_in(target, discover.calls_of(source) or ())
+    calls = discover.calls_of(source) or ()
+    callees = {**meta.callees_in(target, [name for name in calls if name not in callees]), **callees}
     prepared = prepare(
         source,
         name=name,
@@ -125,7 +131,11 @@ def convert(
     )
     if queue_capacity is not None:
         prepared = backpressure.bounded(prepared, queue_capacity)
-    repository.write(prepared, target, link=link, force=force)
+    if dry_run:
+        repository.check(prepared)
+        repository.check_places(prepared, target, force=force)
+    else:
+        repository.write(prepared, target, link=link, force=force)
     return prepared
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from converters import manifest as manifests
+from converters import triton_models
 from converters.contract import CONTRACT_FILE
 from converters.folder import detectors, half_made
 from converters.kinds import FILE_KINDS, kind_of
@@ -21,15 +22,22 @@ def is_bundle(path: Path) -> bool:
     return path.is_dir() and (path / MANIFEST_FILE).exists()
 
 
+def is_triton_model(path: Path) -> bool:
+    """Whether ``path`` is a model of a Triton repository, and neither a bundle nor a nereid folder."""
+    if not path.is_dir() or (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists():
+        return False
+    return triton_models.is_triton_model(path)
+
+
 def is_model(path: Path) -> bool:
-    """Whether ``path`` is meant as a model: a bundle, a nereid folder of any backend, a file that stands alone.
+    """Whether ``path`` is meant as a model: a bundle, a nereid folder, a Triton model, a file that stands alone.
 
     A folder with a contract and nothing to run counts: it is a mistake to be told, not something to pass over.
     """
     if path.is_file():
         return any(kind.stands_alone and kind.matches(path) for kind in FILE_KINDS)
     marked = (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists()
-    return marked or any(matches(path) for matches, _ in detectors().values())
+    return marked or any(matches(path) for matches, _ in detectors().values()) or is_triton_model(path)
 
 
 def find(path: Path) -> list[Path]:
@@ -68,9 +76,9 @@ def passed_over(path: Path) -> list[tuple[Path, str]]:
 
 
 def calls_of(source: Path) -> tuple[str, ...] | None:
-    """The callees that a meta model's manifest declares; None for every other model, also a broken one."""
+    """The models that a meta model or an ensemble of Triton calls; None for every other model, also a broken one."""
     if not (source / MANIFEST_FILE).is_file():
-        return None
+        return triton_models.calls_of(source) if is_triton_model(source) else None
     try:
         manifest = manifests.read(source / MANIFEST_FILE, has_hook=True)
     except ManifestError:

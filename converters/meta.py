@@ -50,7 +50,7 @@ def read(directory: Path, name: str, manifest: Manifest, callees: Mapping[str, M
         outputs=tuple(map(_any_rows, manifest.client_outputs)),
         programs=(),
         instances=manifest.options.get(CONCURRENCY, DEFAULT_CONCURRENCY),
-        calls=tuple(_contract(callee, name, callees) for callee in manifest.calls),
+        calls=tuple(contract_of(callee, name, callees) for callee in manifest.calls),
     )
     return Prepared(spec, files_for_code(directory), (CODE_NOTE,))
 
@@ -87,7 +87,8 @@ def _any_rows(tensor: ManifestTensor) -> TensorSpec:
     return replace(tensor.spec(), batch_axis=None)
 
 
-def _contract(callee: str, name: str, callees: Mapping[str, ModelSpec]) -> ModelSpec:
+def contract_of(callee: str, name: str, callees: Mapping[str, ModelSpec]) -> ModelSpec:
+    """The contract of a model that the meta model ``name`` calls. Raises BundleError, ManifestError."""
     if callee == name:
         raise ManifestError(f"manifest 'meta.calls' lists the model itself ({name!r})")
     if callee not in callees:

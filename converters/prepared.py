@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nereid_backend.errors import BundleError
@@ -25,8 +27,11 @@ class Prepared:
     """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user.
 
     ``stages`` are models of their own that this one, an ensemble, is made of. ``most_waiting``: the requests that
-    Triton itself lets wait, None for no limit (``backpressure``). Raises BundleError for files that would
-    take the place of the converted model's own, or be code of a model that has none.
+    Triton itself lets wait, None for no limit (``backpressure``). ``labels``: by output, the one of
+    ``files`` with a label per class. ``taken_over`` says what of a Triton model's configuration stays as it was.
+
+    Raises BundleError for files that would take the place of the converted model's own, or be code of a model that has
+    none.
     """
 
     spec: ModelSpec
@@ -34,6 +39,8 @@ class Prepared:
     notes: tuple[str, ...] = ()
     stages: tuple[Prepared, ...] = ()
     most_waiting: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taken_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -42,6 +49,29 @@ class Prepared:
                 raise BundleError(f"the bundle holds a {name}, a name that the converted model needs; rename it")
             if not self.spec.runs_code and any(part.endswith(_IMPORTABLE) for part in parts):
                 raise BundleError(f"the model needs a file {name}, which Python could run as code; rename it")
+
+
+class Once:
+    """A source that writes its file the first time it is asked for it, and links or copies that one from then on.
+
+    What it wrote lies in a temporary folder of its own until nobody holds it any more.
+    """
+
+    def __init__(self, write: Callable[[Path], None]) -> None:
+        self._write = write
+        self._written: Path | None = None
+
+    def __call__(self, target: Path) -> None:
+        if self._written is None:
+            folder = tempfile.mkdtemp(prefix="nereid-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            written = Path(folder) / target.name
+            self._write(written)
+            self._written = written
+        try:
+            target.hardlink_to(self._written)
+        except OSError:  # another file system, or one without hard links
+            _copy(self._written, target)
 
 
 def place(source: Source, target: Path, *, link: bool) -> None:
@@ -57,6 +87,11 @@ def place(source: Source, target: Path, *, link: bool) -> None:
         except OSError:  # another file system, or one without hard links
             target.symlink_to(source)
         return
+    _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file and sync it to disk."""
     shutil.copy(source, target)  # a program must stay executable
     with target.open("rb") as file:
         os.fsync(file.fileno())

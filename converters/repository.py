@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import text_format
@@ -44,8 +46,11 @@ def check_name(name: str) -> None:
         )
 
 
-def config(spec: ModelSpec, most_waiting: int | None = None) -> Any:
-    """The ``inference.ModelConfig`` message of a model; ``most_waiting`` bounds Triton's queue (``backpressure``)."""
+def config(spec: ModelSpec, most_waiting: int | None = None, labels: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """The ``inference.ModelConfig`` message of a model.
+
+    ``most_waiting`` bounds Triton's queue (``backpressure``); ``labels`` are files with labels, by output.
+    """
     from tritonclient.grpc import model_config_pb2 as pb
 
     message = pb.ModelConfig(name=spec.name, backend="python", platform=spec.platform)
@@ -53,6 +58,9 @@ def config(spec: ModelSpec, most_waiting: int | None = None) -> Any:
     for tensors, field in ((spec.client_inputs, message.input), (spec.client_outputs, message.output)):
         for tensor in tensors:
             field.add(name=tensor.name, data_type=_data_type(pb, tensor), dims=spec.dims(tensor))
+    for field in message.output:
+        if field.name in labels:
+            field.label_filename = f"{VERSION}/{labels[field.name]}"
     if spec.stages:
         message.platform, message.backend = "ensemble", ""
         _schedule(message.ensemble_scheduling, spec)
@@ -91,9 +99,11 @@ def _between(number: int, last: int, tensor: TensorSpec) -> str:
     return f"{number} {tensor.name}" if 0 < number < last else tensor.name
 
 
-def config_text(spec: ModelSpec, most_waiting: int | None = None) -> str:
+def config_text(
+    spec: ModelSpec, most_waiting: int | None = None, labels: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """config.pbtxt of a model, parsed back and compared. Raises RepositoryError."""
-    message = config(spec, most_waiting)
+    message = config(spec, most_waiting, labels)
     text = text_format.MessageToString(message)
     if text_format.Parse(text, type(message)()) != message:
         raise RepositoryError(f"config.pbtxt of {spec.name!r} does not read back as written; please report this model")
@@ -103,7 +113,7 @@ def config_text(spec: ModelSpec, most_waiting: int | None = None) -> str:
 def check(prepared: Prepared) -> None:
     """Raise RepositoryError for a model that Triton's configuration cannot describe; nothing is written."""
     for part in (*prepared.stages, prepared):
-        config_text(part.spec, part.most_waiting)
+        config_text(part.spec, part.most_waiting, part.labels)
 
 
 def _model_py(spec: ModelSpec) -> str:
@@ -124,12 +134,6 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
         repository.mkdir(parents=True, exist_ok=True)
         # The stages of an ensemble are several directories: those of two conversions at once must not mix.
         with locks.locked_folder(repository):
-            owner = target.name.rpartition("__")[0]
-            if owner and target.name in _stages(repository / owner):
-                raise RepositoryError(
-                    f"{target} is a part of the model {owner!r}; choose another name with --name, or another output "
-                    "folder"
-                )
             _write(prepared, repository, link=link, force=force)
     except OSError as error:
         raise RepositoryError(
@@ -138,8 +142,14 @@ def write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> P
     return target
 
 
-def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> None:
+def check_places(prepared: Prepared, repository: Path, *, force: bool) -> set[str]:
+    """Raise RepositoryError where ``prepared`` may not be written; the names of the parts it would replace."""
     target = repository / prepared.spec.name
+    owner = target.name.rpartition("__")[0]
+    if owner and target.name in _stages(repository / owner):
+        raise RepositoryError(
+            f"{target} is a part of the model {owner!r}; choose another name with --name, or another output folder"
+        )
     _check_replaceable(target, prepared, force=force)
     own = _stages(target)
     for stage in prepared.stages:
@@ -150,6 +160,12 @@ def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> 
                 "name for a part of it; rename or remove it"
             )
         _check_replaceable(path, stage, force=True)
+    return own
+
+
+def _write(prepared: Prepared, repository: Path, *, link: bool, force: bool) -> None:
+    target = repository / prepared.spec.name
+    own = check_places(prepared, repository, force=force)
     with _scratch(repository) as scratch:
         for part in (*prepared.stages, prepared):
             _fill(Path(scratch) / part.spec.name, part, link=link)
@@ -166,7 +182,7 @@ def _fill(directory: Path, prepared: Prepared, *, link: bool) -> None:
     spec = prepared.spec
     version = directory / VERSION
     version.mkdir(parents=True)
-    durable.write_text(directory / CONFIG_FILE, config_text(spec, prepared.most_waiting))
+    durable.write_text(directory / CONFIG_FILE, config_text(spec, prepared.most_waiting, prepared.labels))
     if not spec.stages:
         durable.write_text(version / MODEL_FILE, _model_py(spec))
     durable.write_text(version / SPEC_FILE, spec.to_json())

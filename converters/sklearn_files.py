@@ -7,7 +7,8 @@ types that skops does not trust need the same consent.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,9 @@ EXTRA = "sklearn"
 _OPSET = {"": 17, "ai.onnx.ml": 3}
 _INPUT = "input"
 _FLOAT, _INT_ATTRIBUTE = 1, 2  # TensorProto.FLOAT, AttributeProto.INT
-# What skl2onnx calls a result -> which method of the model it is, and the name it is served under.
-_METHODS = {
-    "probabilities": ("predict_proba", "probabilities"),
-    "label": ("predict", "label"),
-    "variable": ("predict", "output"),
-}
-_TRANSFORMED = ("transform", "output")
+# What skl2onnx calls a result -> what it is served under -> which method of the model it is.
+_SERVED = {"probabilities": "probabilities", "label": "label", "variable": "output"}
+_METHODS = {"probabilities": "predict_proba", "label": "predict", "output": "predict"}
 
 
 def read_skops(path: Path, *, allow_code: bool) -> Artifact:
@@ -53,7 +50,7 @@ def read_skops(path: Path, *, allow_code: bool) -> Artifact:
         raise SignatureError(
             f"{path.name}: is not a skops file that can be read ({by_onnx.first_line(error)})"
         ) from error
-    return _convert(model, path.name, _version_note(caught))
+    return convert(model, path.name, _version_note(caught))
 
 
 def read_pickle(path: Path) -> Artifact:
@@ -70,39 +67,56 @@ def read_pickle(path: Path) -> Artifact:
             f"{path.name}: is not a pickle that this Python can read ({type(error).__name__}: "
             f"{by_onnx.first_line(error)})"
         ) from error
-    return _convert(model, path.name, _version_note(caught))
+    return convert(model, path.name, _version_note(caught))
 
 
-def _convert(model: Any, name: str, notes: list[str]) -> Artifact:
-    """Convert to float32, or to float64 where only that agrees with the model. Raises BundleError."""
+def convert(model: Any, name: str, notes: Sequence[str] = (), tolerance: float = by_onnx.TOLERANCE) -> Artifact:
+    """Convert to float32, or to float64 where only that agrees with the model within ``tolerance``.
+
+    ``name`` is for messages. The model stays as it is. Raises BundleError.
+    """
     skl2onnx = by_onnx.import_converter("skl2onnx", "scikit-learn", EXTRA)
-    if hasattr(_last(model), "flatten_transform"):  # of voting; it shapes what is not served, and skl2onnx refuses it
-        _last(model).flatten_transform = False
     features = getattr(model, "n_features_in_", None)
     if not isinstance(features, int) or not hasattr(model, "fit"):
         raise BundleError(
             f"{name}: holds {type(model).__name__}, not a fitted scikit-learn model of a table of numbers"
         )
     sample_rows.check_columns(name, features)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
+    with np.errstate(all="ignore"), warnings.catch_warnings(), _convertible(last_step(model)):
         warnings.simplefilter("ignore")
         problems = []
         for dtype in (np.float32, np.float64):
             try:
-                rows = _accepted(model, _rows(model, features).astype(dtype), name)
+                rows = sample(model, name, dtype, np.random.default_rng(0))
                 graph = _to_onnx(skl2onnx, model, features, dtype)
-                outputs, expected = _predictions(model, graph, rows, name)
-                session, source = by_onnx.session_of(graph), type(_last(model)).__name__
-                shapes = by_onnx.compare(session, {_INPUT: rows}, expected, source, _scores(model, rows))
+                outputs = _outputs(model, graph, name)
+                by_name = predictions(model, outputs.values(), rows, name)
+                expected = {output: by_name[served] for output, served in outputs.items()}
+                session, source = by_onnx.session_of(graph), type(last_step(model)).__name__
+                shapes = by_onnx.compare(session, {_INPUT: rows}, expected, source, scores(model, rows), tolerance)
             except BundleError as error:
                 problems.append(error)
                 continue
-            notes += _class_notes(model)
+            notes = [*notes, *_column_notes(model), *_class_notes(model)]
             if dtype is np.float64:
                 notes.append("takes FP64: with float32 it would not agree")
             notes.append(f"agrees with scikit-learn on {len(rows)} sample rows")
             return by_onnx.artifact(graph, outputs, shapes, notes)
     raise problems[0]
+
+
+@contextmanager
+def _convertible(step: Any) -> Iterator[None]:
+    """Without an attribute of voting which shapes what is not served, and which skl2onnx refuses."""
+    before = getattr(step, "flatten_transform", None)
+    if before is None:
+        yield
+        return
+    step.flatten_transform = False
+    try:
+        yield
+    finally:
+        step.flatten_transform = before
 
 
 def _to_onnx(skl2onnx: Any, model: Any, features: int, dtype: Any) -> Any:
@@ -120,7 +134,7 @@ def _to_onnx(skl2onnx: Any, model: Any, features: int, dtype: Any) -> Any:
     # Its refusals are of many classes; whichever it is, this model cannot be converted.
     except Exception as error:
         raise BundleError(
-            f"skl2onnx {skl2onnx.__version__} cannot convert {type(_last(model)).__name__} "
+            f"skl2onnx {skl2onnx.__version__} cannot convert {type(last_step(model)).__name__} "
             f"({type(error).__name__}: {by_onnx.first_line(error)})"
         ) from error
     _send_missing(graph, [tree for tree, _ in _trees(model)])
@@ -194,29 +208,38 @@ def _is_tree(tree: Tree, places: Array, below: Array, thresholds: Array) -> bool
     )
 
 
-def _predictions(model: Any, graph: Any, rows: Array, name: str) -> tuple[dict[str, str], Mapping[str, Array]]:
-    """Which results of the graph are served under which name, and what the model itself gives for them."""
-    found: dict[str, tuple[str, str]] = {}
+def _outputs(model: Any, graph: Any, name: str) -> dict[str, str]:
+    """Which results of the graph are served, under which names. Raises BundleError."""
     present = {output.name for output in graph.graph.output}
-    for output, (method, served) in _METHODS.items():
-        if output in present and hasattr(model, method):
-            found[output] = (method, served)
+    found = {
+        output: served for output, served in _SERVED.items() if output in present and hasattr(model, _METHODS[served])
+    }
     if _text_classes(model) is not None:
         found.pop("label", None)  # a tensor of text is not exact on every server
     if not found and "variable" in present and hasattr(model, "transform"):
-        found["variable"] = _TRANSFORMED
+        found["variable"] = _SERVED["variable"]
     if not found:
         raise BundleError(
-            f"{name}: {type(_last(model)).__name__} has no result that can be served as a tensor (graph: "
+            f"{name}: {type(last_step(model)).__name__} has no result that can be served as a tensor (graph: "
             f"{', '.join(sorted(present))})"
         )
-    expected = {output: getattr(model, method)(rows) for output, (method, _) in found.items()}
+    return found
+
+
+def predictions(model: Any, served: Iterable[str], rows: Array, name: str) -> dict[str, Array]:
+    """What the model itself gives for ``rows``, by the names that it is ``served`` under. Raises BundleError."""
+    expected = {}
+    for output in served:
+        method = _METHODS[output] if hasattr(model, _METHODS[output]) else "transform"
+        expected[output] = getattr(model, method)(rows)
     if any(not isinstance(array, np.ndarray) or array.ndim > 2 for array in expected.values()):
-        raise BundleError(f"{name}: {type(_last(model)).__name__} has several targets; convert one model per target")
-    return {output: served for output, (_, served) in found.items()}, expected
+        raise BundleError(
+            f"{name}: {type(last_step(model)).__name__} has several targets; convert one model per target"
+        )
+    return expected
 
 
-def _scores(model: Any, rows: Array) -> Array | None:
+def scores(model: Any, rows: Array) -> Array | None:
     """What the model takes its label from."""
     for method in ("decision_function", "predict_proba"):
         if hasattr(model, "classes_") and hasattr(model, method):
@@ -224,11 +247,16 @@ def _scores(model: Any, rows: Array) -> Array | None:
     return None
 
 
+def sample(model: Any, name: str, dtype: Any, rng: np.random.Generator) -> Array:
+    """Rows [n, features] of ``dtype`` that the model takes, at thresholds and far out, too. Raises BundleError."""
+    return _accepted(model, _rows(model, model.n_features_in_, rng).astype(dtype), name)
+
+
 def _accepted(model: Any, rows: Array, name: str) -> Array:
     """Those of ``rows`` the model takes: most of its kinds refuse missing values."""
     run = getattr(model, "predict", None) or getattr(model, "transform", None)
     if run is None:
-        raise BundleError(f"{name}: {type(_last(model)).__name__} can neither predict nor transform")
+        raise BundleError(f"{name}: {type(last_step(model)).__name__} can neither predict nor transform")
     rows = rows[~np.isinf(rows).any(axis=1)]  # which all of them refuse
     try:
         run(rows)
@@ -244,9 +272,8 @@ def _accepted(model: Any, rows: Array, name: str) -> Array:
     return rows
 
 
-def _rows(model: Any, features: int) -> Array:
+def _rows(model: Any, features: int, rng: np.random.Generator) -> Array:
     """Sample rows: around what the first step saw, and at the thresholds of every tree."""
-    rng = np.random.default_rng(0)
     steps = [step for _, step in model.steps] if hasattr(model, "steps") else [model]
     trees = [tree for tree, of_columns in _trees(steps[-1]) if of_columns]
     centre, spread = _seen(steps[0], features)
@@ -324,7 +351,7 @@ def _seen(step: Any, features: int) -> tuple[Array, Array]:
     return centre, spread
 
 
-def _last(model: Any) -> Any:
+def last_step(model: Any) -> Any:
     return model.steps[-1][1] if hasattr(model, "steps") else model
 
 
@@ -333,6 +360,11 @@ def _class_notes(model: Any) -> list[str]:
     if classes is None:
         return []
     return [f"the columns of 'probabilities' are {', '.join(map(str, classes))}; labels are text and are not served"]
+
+
+def _column_notes(model: Any) -> list[str]:
+    names = getattr(model, "feature_names_in_", None)
+    return [] if names is None else [f"the columns of {_INPUT!r} are {', '.join(map(str, names))}"]
 
 
 def _text_classes(model: Any) -> Array | None:

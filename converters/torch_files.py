@@ -9,7 +9,7 @@ from typing import Any
 
 from converters.artifact import Artifact, positional_names
 from nereid_backend import dtypes
-from nereid_backend.engines import Port, import_library, pt2
+from nereid_backend.engines import Port, import_library, pt2, torchscript
 from nereid_backend.errors import BundleError, SignatureError
 
 PLATFORM = "pytorch_libtorch"
@@ -27,6 +27,12 @@ def read_script(path: Path, *, allow_code: bool) -> Artifact:
             "convert with --allow-code (in nereid.yaml: options: {allow_code: true})"
         )
     return _artifact(path, "torchscript", PLATFORM)
+
+
+def forward_arguments(path: Path) -> dict[str, str]:
+    """The arguments of a TorchScript file's ``forward`` in order, types by names. Raises SignatureError."""
+    module = torchscript.load_module(import_library("torchscript"), path, "cpu")
+    return {argument.name: str(argument.type) for argument in torchscript.forward_arguments(module)}
 
 
 def _reaches_files(path: Path) -> str | None:

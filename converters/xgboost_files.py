@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,43 +37,99 @@ def is_model(path: Path) -> bool:
     return head.lstrip()[:1] == b"{" and b"learner" in head
 
 
+@dataclass(frozen=True, slots=True)
+class Ensemble:
+    """A trained model: the first ``rounds`` of ``booster``, which has no names of columns, are served."""
+
+    name: str
+    booster: Any
+    objective: str
+    trees: list[Tree]
+    rounds: int
+    notes: tuple[str, ...]
+
+    def sample(self, rng: np.random.Generator) -> Array:
+        """Rows [n, features]: at thresholds, far out, with missing values."""
+        return _rows(self.trees, self.booster.num_features(), rng)
+
+    def predictions(self, served: Collection[str], rows: Array) -> dict[str, Array]:
+        """XGBoost's own results, by the names that they are ``served`` under."""
+        xgboost = by_onnx.import_converter("xgboost", "XGBoost", EXTRA)
+        data, span = xgboost.DMatrix(rows, missing=np.nan), (0, self.rounds)
+        predicted = np.asarray(self.booster.predict(data, iteration_range=span))
+        if "label" not in served:
+            return {"output": predicted}
+        if self.objective == "multi:softmax":
+            margins = np.asarray(self.booster.predict(data, iteration_range=span, output_margin=True))
+            powers = np.exp(margins - margins.max(axis=1, keepdims=True))
+            return {"probabilities": powers / powers.sum(axis=1, keepdims=True), "label": predicted.astype(np.int64)}
+        if predicted.ndim == 1:
+            predicted = np.stack([1 - predicted, predicted], axis=1)
+        return {"probabilities": predicted, "label": predicted.argmax(axis=1)}
+
+
 def read(path: Path) -> Artifact:
     """Read, convert and compare a model. Raises SignatureError, BundleError."""
     xgboost = by_onnx.import_converter("xgboost", "XGBoost", EXTRA)
-    onnxmltools = by_onnx.import_converter("onnxmltools", "XGBoost", EXTRA)
     booster = xgboost.Booster()
     try:
         booster.load_model(str(path))
-        learner = json.loads(bytes(booster.save_raw("json")))["learner"]
+        learner = _learner(booster)
     except (xgboost.core.XGBoostError, ValueError, KeyError, TypeError) as error:
         raise SignatureError(
             f"{path.name}: is not a model that XGBoost {xgboost.__version__} can load ({_first_line(error)}); save it "
             "with save_model"
         ) from None
-    sample_rows.check_columns(path.name, booster.num_features())
-    trees = _trees(path.name, learner, booster.num_features())
+    return convert(_ensemble(booster, learner, path.name))
+
+
+def ensemble(booster: Any, name: str) -> Ensemble:
+    """A trained ``xgboost.Booster``, which stays as it is; ``name`` is for messages. Raises BundleError."""
+    xgboost = by_onnx.import_converter("xgboost", "XGBoost", EXTRA)
+    try:
+        copy = booster.copy()
+        return _ensemble(copy, _learner(copy), name)
+    except xgboost.core.XGBoostError as error:
+        raise BundleError(f"{name}: XGBoost cannot save this model ({_first_line(error)}); train it first") from error
+
+
+def _learner(booster: Any) -> Mapping[str, Any]:
+    learner: Mapping[str, Any] = json.loads(bytes(booster.save_raw("json")))["learner"]
+    return learner
+
+
+def _ensemble(booster: Any, learner: Mapping[str, Any], name: str) -> Ensemble:
+    sample_rows.check_columns(name, booster.num_features())
+    trees = _trees(name, learner, booster.num_features())
     notes = []
     if booster.feature_names:
         notes.append(f"the columns of {_INPUT!r} are {', '.join(booster.feature_names)}")
         booster.feature_names = booster.feature_types = None
     total = booster.num_boosted_rounds()
-    used = _rounds_used(path.name, booster.attr("best_iteration"), total)
-    served = booster.copy()
+    used = _rounds_used(name, booster.attr("best_iteration"), total)
     if used < total:
         notes.append(f"the first {used} of {total} rounds are served: training stopped early")
-        served = booster[:used]
-    objective = learner["objective"]["name"]
-    if objective == "multi:softmax":  # the same trees; its converter would give margins for probabilities
-        served.set_param({"objective": "multi:softprob"})
-    model = _convert(onnxmltools, served, path.name, objective)
+    return Ensemble(name, booster, learner["objective"]["name"], trees, used, tuple(notes))
 
-    rows = _rows(trees, booster.num_features())
+
+def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE) -> Artifact:
+    """Convert and compare. Raises BundleError."""
+    onnxmltools = by_onnx.import_converter("onnxmltools", "XGBoost", EXTRA)
+    booster = source.booster
+    served = booster[: source.rounds] if source.rounds < booster.num_boosted_rounds() else booster.copy()
+    if source.objective == "multi:softmax":  # the same trees; its converter would give margins for probabilities
+        served.set_param({"objective": "multi:softprob"})
+    model = _convert(onnxmltools, served, source.name, source.objective)
     session = by_onnx.session_of(model)
-    expected = _predictions(xgboost, booster, used, objective, rows, session)
-    shapes = by_onnx.compare(session, {_INPUT: rows}, expected, f"XGBoost ({objective})", expected.get("probabilities"))
-    notes.append(f"agrees with XGBoost on {len(rows)} sample rows, at thresholds and with missing values")
-    names = {"probabilities": "probabilities", "label": "label"} if "label" in expected else {"variable": "output"}
-    return by_onnx.artifact(model, names, shapes, notes)
+    present = {output.name for output in session.get_outputs()}
+    outputs = {"probabilities": "probabilities", "label": "label"} if "label" in present else {"variable": "output"}
+    rows = source.sample(np.random.default_rng(0))
+    by_name = source.predictions(outputs.values(), rows)
+    expected = {output: by_name[name] for output, name in outputs.items()}
+    scores = expected.get("probabilities")
+    shapes = by_onnx.compare(session, {_INPUT: rows}, expected, f"XGBoost ({source.objective})", scores, tolerance)
+    compared = f"agrees with XGBoost on {len(rows)} sample rows, at thresholds and with missing values"
+    return by_onnx.artifact(model, outputs, shapes, [*source.notes, compared])
 
 
 def _rounds_used(name: str, best_iteration: str | None, total: int) -> int:
@@ -97,24 +154,6 @@ def _convert(onnxmltools: Any, booster: Any, name: str, objective: str) -> Any:
             f"{name}: onnxmltools {onnxmltools.__version__} cannot convert this model (objective {objective}: "
             f"{type(error).__name__}: {_first_line(error)})"
         ) from error
-
-
-def _predictions(
-    xgboost: Any, booster: Any, rounds: int, objective: str, rows: Array, session: Any
-) -> Mapping[str, Array]:
-    """XGBoost's own results by the graph's output names."""
-    data = xgboost.DMatrix(rows, missing=np.nan)
-    span = (0, rounds)
-    predicted = np.asarray(booster.predict(data, iteration_range=span, validate_features=False))
-    if "label" not in {output.name for output in session.get_outputs()}:
-        return {"variable": predicted}
-    if objective == "multi:softmax":
-        margins = np.asarray(booster.predict(data, iteration_range=span, output_margin=True, validate_features=False))
-        powers = np.exp(margins - margins.max(axis=1, keepdims=True))
-        return {"probabilities": powers / powers.sum(axis=1, keepdims=True), "label": predicted.astype(np.int64)}
-    if predicted.ndim == 1:
-        predicted = np.stack([1 - predicted, predicted], axis=1)
-    return {"probabilities": predicted, "label": predicted.argmax(axis=1)}
 
 
 def _trees(name: str, learner: Mapping[str, Any], features: int) -> list[Tree]:
@@ -145,8 +184,7 @@ def _trees(name: str, learner: Mapping[str, Any], features: int) -> list[Tree]:
     return trees
 
 
-def _rows(trees: list[Tree], features: int) -> Array:
-    rng = np.random.default_rng(0)
+def _rows(trees: list[Tree], features: int, rng: np.random.Generator) -> Array:
     edges = sample_rows.edges_by_feature(trees, features)
     centre = np.array([e.mean() if len(e) else 0 for e in edges])
     spread = np.array([e.std() + 1 if len(e) else 1 for e in edges])

@@ -19,6 +19,7 @@ from nereid_backend.errors import NereidError
 _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
 _ELSEWHERE = {
+    "bench": ("native_service.bench.command", "bench", "Put load on a model of a running server."),
     "check": ("converters.cli", "check", "Say what conversion would refuse, without reading weights."),
     "convert": ("converters.cli", "command", "Turn bundles into a Triton model repository."),
     "doctor": ("native_service.operation.doctor", "doctor", "Check this machine and say what to do about it."),

@@ -3,7 +3,8 @@
 ``<cache>/run/<id>/`` holds ``lease`` (locked by the supervisor for its whole life), ``triton_models/`` and
 ``staging/``. Every process of the run carries ``NEREID_RUN=<that folder>`` in its environment, and every shared-memory
 region starts with the run's prefix. A free lease therefore proves that the supervisor is gone, whatever way it went,
-and both marks say what is left of it.
+and both marks say what is left of it. A small process waits for that and clears (remains.py); when it was killed, too,
+the next start does.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import hashlib
 import logging
 import os
 import secrets
-import shutil
-import signal
-import time
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 
+from native_service import remains
+from native_service.remains import LEASE, MARK
 from native_service.triton.stubs import SHARED_MEMORY
 from nereid_backend import locks
 from nereid_backend.cache import PRIVATE
@@ -26,13 +26,10 @@ from nereid_backend.pulse import PULSE_FOLDER
 
 _LOG = logging.getLogger("nereid.run")
 
-MARK = "NEREID_RUN"
 CONTROL_SOCKET = "control.sock"
 """Where the commands of the same user reach the supervisor; see control_channel.py."""
-_PROC = Path("/proc")
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 with the terminating zero
-_KILL_WAIT_S = 5.0
-_KILL_POLL_S = 0.05
+_CLEARED_S = 5.0
 
 
 class RunDirectory:
@@ -42,6 +39,7 @@ class RunDirectory:
         self.path = path
         self._lease: int | None = lease
         self._folder = os.open(path, os.O_PATH | os.O_DIRECTORY)
+        self._afterwards = remains.clear_afterwards(path, SHARED_MEMORY / self.shared_memory_prefix)
 
     @classmethod
     def open(cls, cache_folder: Path) -> RunDirectory:
@@ -53,7 +51,7 @@ class RunDirectory:
             sweep(runs)
             path = runs / f"{os.getpid()}-{secrets.token_hex(4)}"
             path.mkdir(mode=PRIVATE)
-            lease = locks.try_lock(path / "lease")
+            lease = locks.try_lock(path / LEASE)
             if lease is None:
                 raise RuntimeError(f"the lease of the new folder {path} is taken")
         for name in ("triton_models", "staging", PULSE_FOLDER):
@@ -102,6 +100,8 @@ class RunDirectory:
         os.close(self._folder)
         os.close(self._lease)
         self._lease = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._afterwards.wait(_CLEARED_S)
 
 
 def runs_below(cache_folder: Path) -> list[Path]:
@@ -116,7 +116,7 @@ def leftovers(cache_folder: Path) -> tuple[list[str], list[str]]:
         dead: list[Path] = []
         living: list[Path] = []
         for run in runs_below(cache_folder):
-            lease = locks.try_lock(run / "lease")
+            lease = locks.try_lock(run / LEASE)
             (living if lease is None else dead).append(run)
             if lease is not None:
                 os.close(lease)
@@ -130,7 +130,7 @@ def sweep(runs: Path) -> None:
     for path in sorted(runs.iterdir()):
         if not path.is_dir():
             continue
-        lease = locks.try_lock(path / "lease")
+        lease = locks.try_lock(path / LEASE)
         if lease is None:
             continue
         try:
@@ -150,38 +150,5 @@ def _of_cache(folder: Path) -> str:
 
 
 def _clear(run: Path) -> None:
-    _kill_marked(run)
-    for region in SHARED_MEMORY.glob(f"{_prefix(run)}*"):
-        with contextlib.suppress(FileNotFoundError):
-            if region.stat().st_uid == os.getuid():
-                region.unlink()
-    shutil.rmtree(run, ignore_errors=True)
-
-
-def _kill_marked(run: Path) -> None:
-    """SIGKILL every process of ``run`` and wait until they are gone (a region may only go after its users)."""
-    deadline = time.monotonic() + _KILL_WAIT_S
-    while pids := list(_marked(run)):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            _LOG.warning("processes %s of run %s do not die", pids, run.name)
-            return
-        time.sleep(_KILL_POLL_S)
-
-
-def _marked(run: Path) -> Iterator[int]:
-    """The ids of this user's other processes whose environment carries the mark of ``run``.
-
-    A zombie's environment reads as empty, so what is dead but not yet waited for is not listed.
-    """
-    mark = os.fsencode(f"{MARK}={run}")
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if entry.stat().st_uid == os.getuid() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
-        except OSError:
-            continue  # gone meanwhile, or not ours to look at
+    if staying := remains.clear(run, SHARED_MEMORY / _prefix(run)):
+        _LOG.warning("processes %s of run %s do not die", staying, run.name)

@@ -98,6 +98,13 @@ def by_kserve(name: str) -> DType:
     return _lookup("kserve", "KServe datatype", name)
 
 
+def by_triton(name: str) -> DType:
+    """The row of a ``data_type`` in config.pbtxt such as ``TYPE_FP32``. Raises BundleError."""
+    if name == BYTES.triton:
+        return BYTES
+    return _lookup("triton", "Triton data_type", name)
+
+
 def by_safetensors(name: str) -> DType:
     """The row of a safetensors header dtype such as ``F32``. Raises BundleError."""
     return _lookup("safetensors", "safetensors dtype", name)

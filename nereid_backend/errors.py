@@ -99,6 +99,10 @@ class ContractError(BundleError):
     """model_inference.textproto breaks a rule of the nereid folder contract."""
 
 
+class TritonConfigError(BundleError):
+    """config.pbtxt of somebody's Triton model breaks a rule, or asks for what is not taken over."""
+
+
 class SignatureError(BundleError):
     """A compiled program does not take or give what the manifest and the weights say."""
 
@@ -129,6 +133,10 @@ class ExportError(BundleError):
 
 class RepositoryError(BundleError):
     """The Triton model repository cannot be written as asked."""
+
+
+class ReportError(BundleError):
+    """The report of a conversion cannot be read or written."""
 
 
 # What this machine offers.

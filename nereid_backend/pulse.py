@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -45,7 +46,11 @@ def told(execute: Execute) -> Execute:
     run = os.environ.get(RUN_VARIABLE)
     if run is None or not Path(run, PULSE_FOLDER).is_dir():
         return execute
-    cells = _opened(Path(run, PULSE_FOLDER, str(os.getpid())))
+    try:
+        cells = _opened(Path(run, PULSE_FOLDER, str(os.getpid())))
+    except OSError as error:  # no room on the disk, say: better a model that nobody watches than none
+        sys.stderr.write(f"this model's process cannot tell how it is ({error.strerror}); it is served unwatched\n")
+        return execute
     clock = time.monotonic_ns
 
     def telling(requests: list[Any]) -> list[Any]:

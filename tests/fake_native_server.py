@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -13,17 +14,23 @@ from tritonclient.grpc import service_pb2
 from native_service.proto import inference_pb2 as pb
 
 Behaviour = Callable[[list[pb.CheckpointRequest], Any], Iterator[pb.CheckpointResponse]]
-WAIT_S = 20
+WAIT_S = 60
+INDEX = [service_pb2.RepositoryIndexResponse.ModelIndex(name=name) for name in ("m", "other")]
 
 
 class Faked:
     """A server of one model, ``m``: FP32 ``x`` [-1, 16] to FP32 ``y``. Each call takes the next of ``behaviours``."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: Collection[str] = ()) -> None:
+        """``only``: the KServe calls that it knows; all when empty."""
         self.behaviours: list[Behaviour] = []
         self.metadata: list[dict[str, str]] = []
         self.messages: list[list[pb.CheckpointRequest]] = []
         self.over = threading.Event()
+        self.infer: Callable[[Any, Any], None] = lambda request, context: None
+        """What a ModelInfer does before it is answered; it may abort."""
+        self.requests: deque[Any] = deque(maxlen=1000)
+        self.statistics = service_pb2.ModelStatisticsResponse()
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         native = {
             "Checkpoint": grpc.stream_stream_rpc_method_handler(
@@ -35,12 +42,22 @@ class Faked:
                 pb.ViewModelsResponse.SerializeToString,
             ),
         }
+        answers = {
+            "ModelMetadata": self._describe,
+            "ModelConfig": self._configure,
+            "ModelInfer": self._infer,
+            "ModelStatistics": self._count,
+            "RepositoryIndex": lambda request, context: service_pb2.RepositoryIndexResponse(models=INDEX),
+            "ServerMetadata": lambda request, context: service_pb2.ServerMetadataResponse(name="fake", version="1"),
+        }
         kserve = {
-            "ModelMetadata": grpc.unary_unary_rpc_method_handler(
-                self._describe,
-                service_pb2.ModelMetadataRequest.FromString,
-                service_pb2.ModelMetadataResponse.SerializeToString,
+            name: grpc.unary_unary_rpc_method_handler(
+                answer,
+                getattr(service_pb2, f"{name}Request").FromString,
+                getattr(service_pb2, f"{name}Response").SerializeToString,
             )
+            for name, answer in answers.items()
+            if not only or name in only
         }
         for service, calls in (("inference.Nereid", native), ("inference.GRPCInferenceService", kserve)):
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, calls),))
@@ -58,6 +75,20 @@ class Faked:
         description.inputs.add(name="x", datatype="FP32", shape=[-1, 16])
         description.outputs.add(name="y", datatype="FP32", shape=[-1, 16])
         return description
+
+    def _configure(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelConfigResponse(config={"name": "m", "max_batch_size": 8})
+
+    def _infer(self, request: Any, context: Any) -> Any:
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.requests.append(request)
+        self.infer(request, context)
+        answer = service_pb2.ModelInferResponse(model_name="m", raw_output_contents=request.raw_input_contents)
+        answer.outputs.add(name="y", datatype="FP32", shape=request.inputs[0].shape)
+        return answer
+
+    def _count(self, request: Any, context: Any) -> Any:
+        return self.statistics
 
     def _checkpoint(self, requests: Iterator[pb.CheckpointRequest], context: Any) -> Iterator[pb.CheckpointResponse]:
         self.metadata.append(dict(context.invocation_metadata()))

@@ -20,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 ROW = np.arange(4, dtype=np.float32)[None]
 WAIT_S = 60
+_PAUSE_S = 0.005
 
 
 class Live:
@@ -59,7 +60,10 @@ class Live:
 
     @contextmanager
     def load(self, *names: str) -> Iterator[list[Exception]]:
-        """Two clients per model ask without a pause; the failures, and at the end the proof that they did ask."""
+        """Two clients per model ask all the time, and leave processors to what is tested.
+
+        The failures, and at the end the proof that they did ask.
+        """
         failures: list[Exception] = []
         answered = dict.fromkeys(names, 0)
         over = threading.Event()
@@ -72,6 +76,7 @@ class Live:
                         answered[name] += 1
                     except InferenceServerException as error:
                         failures.append(error)
+                    over.wait(_PAUSE_S)
 
         with ThreadPoolExecutor(2 * len(names)) as pool:
             for name in names * 2:

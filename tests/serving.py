@@ -6,11 +6,12 @@ import atexit
 import contextlib
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,25 @@ READY_TIMEOUT_S, STOP_TIMEOUT_S = 120, 30
 class Served:
     """A ``nereid serve`` process and what its state file says."""
 
-    def __init__(self, folder: Path, *arguments: str, wait: bool = True, log: Path | None = None) -> None:
-        """``log``: where its output goes, when there may be more than a pipe that nobody reads holds."""
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        wait: bool = True,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``log``: where its output goes, when there may be more than a pipe that nobody reads holds.
+
+        ``environment`` is added to this process's own.
+        """
         self.state_file = folder / f"state-{time.monotonic_ns()}.json"
         command = [sys.executable, "-m", "native_service.cli", "serve", *arguments, "--state", str(self.state_file)]
         self._log = log
         with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(environment or {})}
+            )
         atexit.register(self.process.kill)  # a test that fails half-way must not leave a server behind
         self.state: dict[str, Any] = {}
         if wait:

@@ -19,6 +19,7 @@ from converters.exporters import placement
 from converters.exporters.client_side import PLAIN, ClientSide, digests
 from converters.exporters.manifest_writer import Layout, manifest_text
 from converters.exporters.placement import PATCH_FILE, Proof
+from converters.exporters.portable_artifact import for_older_readers
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE
 from converters.prepared import Prepared
 from nereid_backend.errors import ExportError, ManifestError
@@ -77,7 +78,8 @@ def write_bundle(
         for number, (variant, of_variant) in enumerate(programs.items()):
             stem = f"model.v{number}" if variant else "model"
             for size, module in of_variant.items():
-                durable.write_bytes(fresh / (f"{stem}.mlir" if size is None else f"{stem}.b{size}.mlir"), module)
+                file = f"{stem}.mlir" if size is None else f"{stem}.b{size}.mlir"
+                durable.write_bytes(fresh / file, for_older_readers(module))
         if patch:
             durable.write_bytes(fresh / PATCH_FILE, patch)
         _write_weights(fresh / DEFAULT_WEIGHTS_FILE, weights, layout)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from converters.bundle import Array
 from converters.prepared import Prepared, place
 from nereid_backend.engines import engine_class
 from nereid_backend.errors import EngineError, ExportError
-from nereid_backend.spec import ModelSpec, TensorSpec
+from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
 TOLERANCE = {8: 1e-12, 4: 1e-5, 2: 2e-2, 1: 0.25}
 """By the bytes of a floating-point type: the largest difference, relative to the largest value of the output."""
@@ -29,6 +30,32 @@ class Trial:
     what: str
     inputs: list[Array]
     expected: list[Array]
+
+
+def examples_of(spec: ModelSpec, given: Any) -> list[Array]:
+    """Examples of the model's types in its order; ``given`` as one array, a sequence or by name. Raises ExportError."""
+    names = [tensor.name for tensor in spec.inputs]
+    if isinstance(given, Mapping):
+        if set(given) != set(names):
+            raise ExportError(f"example_inputs are for {sorted(given)}, the model's inputs are {names}")
+        given = [given[name] for name in names]
+    elif not isinstance(given, tuple | list):
+        given = [given]
+    if len(given) != len(names):
+        raise ExportError(f"there are {len(given)} example_inputs, the model has the inputs {names}")
+    return [_example(tensor, np.asarray(array)) for tensor, array in zip(spec.inputs, given, strict=True)]
+
+
+def _example(tensor: TensorSpec, array: Array) -> Array:
+    shape = tensor.shape
+    if array.ndim != len(shape) or any(w not in (VARIABLE, g) for w, g in zip(shape, array.shape, strict=True)):
+        raise ExportError(
+            f"the example of input {tensor.name!r} has shape {list(array.shape)}, the model's is {list(shape)}"
+        )
+    want = tensor.element.numpy
+    if array.dtype != want and not np.can_cast(array.dtype, want, "same_kind"):
+        raise ExportError(f"the example of input {tensor.name!r} is {array.dtype}, the model takes {want}")
+    return np.ascontiguousarray(array, want)
 
 
 def sizes_to_try(spec: ModelSpec) -> tuple[int | None, ...]:

@@ -65,7 +65,7 @@ class ProgramSource(Protocol):
         ...
 
     def module(self, size: int | None) -> bytes:
-        """The StableHLO portable artifact of a batch size, for one CPU."""
+        """The StableHLO program of a batch size, for one CPU: an artifact, bytecode or text."""
         ...
 
     def original(self) -> Run:
@@ -113,10 +113,7 @@ def export_programs(
     differences: dict[str, float] = {}
     with settings_kept():
         outputs = _joined("output", [_outputs(source, sizes) for source in sources])
-        modules = {
-            variant: {size: _for_older_readers(source.module(size)) for size in sizes}
-            for variant, source in variants.items()
-        }
+        modules = {variant: {size: source.module(size) for size in sizes} for variant, source in variants.items()}
         trials = [trial for variant, source in variants.items() for trial in _trials(source, sizes, variant)]
         gc.collect()  # JAX leaves copies of the weights in cycles, and the next step makes one of its own
 
@@ -278,15 +275,3 @@ def dtype_token(what: str, dtype: Any) -> str:
         return dtypes.by_numpy(np.dtype(dtype)).token
     except (BundleError, TypeError):
         raise ExportError(f"{what} is {dtype}, which bundles have no type for; convert it first") from None
-
-
-def _for_older_readers(module: bytes) -> bytes:
-    """The same program, written so that readers twelve weeks older than this jax take it."""
-    from jax.extend.mlir.dialects import stablehlo
-    from jax.interpreters import mlir
-
-    target = stablehlo.get_version_from_compatibility_requirement(stablehlo.StablehloCompatibilityRequirement.WEEK_12)
-    with mlir.make_ir_context() as context:
-        parsed = stablehlo.deserialize_portable_artifact(context, module)
-        written: bytes = stablehlo.serialize_portable_artifact(parsed, target)
-    return written

@@ -37,8 +37,8 @@ class Provenance:
     patch: bytes = b""
 
 
-def collect(code: Callable[..., Any], packages: tuple[str, ...], known: Mapping[str, Any]) -> Provenance:
-    """The provenance of ``code``: of the work tree that its file is in, else of the working directory's.
+def collect(code: Callable[..., Any] | Path, packages: tuple[str, ...], known: Mapping[str, Any]) -> Provenance:
+    """The provenance of ``code`` or a model file: of the work tree that it is in, else of the working directory's.
 
     ``packages`` are distributions whose versions matter; entries of ``known`` win.
     """
@@ -71,7 +71,9 @@ def yaml_text(fields: Mapping[str, Any]) -> str:
         raise ExportError(f"provenance holds what YAML has no text for ({error}); give texts and numbers") from None
 
 
-def _folder(code: Callable[..., Any]) -> Path | None:
+def _folder(code: Callable[..., Any] | Path) -> Path | None:
+    if isinstance(code, Path):
+        return code.parent
     try:
         file = inspect.getsourcefile(inspect.unwrap(code))
     except TypeError:  # an object that is called

@@ -67,20 +67,24 @@ async def start(
     its own ``command`` cannot ask the terminal anything either. But Linux shares the processors out by sessions: those
     through which a call passes are quicker in one. The pipes are ours and not asyncio's, whose ``wait``
     returns only when every holder of a pipe is gone: a grandchild that hangs would hide the child's death.
+    Raises OSError when this process may not have another one, or no more files.
     """
-    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
     pipes: list[asyncio.ReadTransport] = []
+    theirs = contextlib.ExitStack()
     try:
-        readers = []
-        for descriptor in (out_read, err_read):
-            reader, pipe = await _reader(descriptor, longest_line)
+        readers, writers = [], []
+        for _ in range(2):
+            read_end, write_end = os.pipe()
+            theirs.callback(os.close, write_end)
+            reader, pipe = await _reader(read_end, longest_line)
             readers.append(reader)
             pipes.append(pipe)
+            writers.append(write_end)
         process = await asyncio.create_subprocess_exec(
             *launch.tied(command),
             stdin=stdin,
-            stdout=out_write,
-            stderr=err_write,
+            stdout=writers[0],
+            stderr=writers[1],
             env=dict(environment),
             cwd=folder,
             start_new_session=new_session,
@@ -91,8 +95,7 @@ async def start(
             pipe.close()
         raise
     finally:
-        os.close(out_write)
-        os.close(err_write)
+        theirs.close()
     stdout, stderr = readers
     return Child(process, stdout, stderr, tuple(pipes))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -13,21 +12,13 @@ import click
 import numpy as np
 
 from native_service.client.errors import CallFailed, ProgramFailed, UnknownModel
-from nereid_backend.errors import NereidError
+from native_service.client.files import DEFAULT_ADDRESS, FileProblem, address_of, given, read
 
 if TYPE_CHECKING:
     from native_service.client import Client
 
-_DEFAULT_ADDRESS = "127.0.0.1:50051"
 _MOST_SHOWN = 1000
 _FAILED, _INTERRUPTED = 1, 130
-_STDIN = "-"
-
-
-class FileProblem(NereidError):
-    """A file of the command line cannot be used."""
-
-    code = "INVALID_ARGUMENT"
 
 
 @click.command()
@@ -40,7 +31,7 @@ class FileProblem(NereidError):
     help="A .npy or .npz file, or any other as bytes for a program; - is stdin. May be given once for each input.",
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Where to write the result: .npy or .npz.")
-@click.option("--address", metavar="HOST:PORT", help=f"The server (default: {_DEFAULT_ADDRESS}).")
+@click.option("--address", metavar="HOST:PORT", help=f"The server (default: {DEFAULT_ADDRESS}).")
 @click.option("--state", type=click.Path(path_type=Path), help="The state file of the server, instead of --address.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="A file that holds an API key or a token.")
 @click.option("--ca", type=click.Path(path_type=Path), help="Certificates to trust (PEM); the connection is TLS.")
@@ -67,13 +58,13 @@ def infer(
     from native_service.client import Client
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = _given(inputs)
-    key = None if key_file is None else _read(key_file).decode(errors="replace").strip()
+    arrays = given(inputs)
+    key = None if key_file is None else read(key_file).decode(errors="replace").strip()
     if ca is not None:
-        _read(ca)  # told like any other file that is not there
+        read(ca)  # told like any other file that is not there
     try:
-        with Client(address or _address_of(state), key=key, ca=ca) as client:
-            outputs = _run(client, name, given, timeout_s)
+        with Client(address or address_of(state), key=key, ca=ca) as client:
+            outputs = _run(client, name, arrays, timeout_s)
     except KeyboardInterrupt:
         click.echo("interrupted; the call was cancelled", err=True)
         sys.exit(_INTERRUPTED)
@@ -96,60 +87,6 @@ def _run(client: Client, name: str, given: Any, timeout_s: float | None) -> dict
         except CallFailed:
             raise error from None
         raise UnknownModel(f"the server has no model {name!r}; it has: {names}") from None
-
-
-def _address_of(state: Path | None) -> str:
-    if state is None:
-        return _DEFAULT_ADDRESS
-    try:
-        return str(json.loads(_read(state))["address"])
-    except (ValueError, KeyError, TypeError):
-        raise FileProblem(f"{state}: is not the state file of a server") from None
-
-
-def _given(inputs: Sequence[str]) -> Any:
-    """What the files hold, as ``Client.run`` takes it."""
-    named: dict[str, Any] = {}
-    alone = []
-    for text in inputs:
-        tensor, equals, file = text.partition("=")
-        if not equals:
-            alone.append(_content(text))
-        elif named.setdefault(tensor, content := _content(file)) is not content:
-            raise click.UsageError(f"--input names the tensor {tensor!r} twice")
-    for content in alone:
-        if isinstance(content, Mapping):
-            named |= content
-    alone = [content for content in alone if not isinstance(content, Mapping)]
-    if len(alone) > 1 or (alone and named):
-        raise click.UsageError("with several inputs each needs its tensor: --input TENSOR=FILE")
-    if any(isinstance(content, bytes) for content in named.values()):
-        raise click.UsageError("a tensor by name needs an .npy file")
-    return alone[0] if alone else named or None
-
-
-def _content(file: str) -> Any:
-    """An array of .npy, a mapping of .npz, the bytes of anything else."""
-    if file == _STDIN:
-        return sys.stdin.buffer.read()
-    path = Path(file)
-    if path.suffix not in (".npy", ".npz"):
-        return _read(path)
-    try:
-        # Pickles in it would run code.
-        loaded = np.load(path, allow_pickle=False)
-        return dict(loaded) if path.suffix == ".npz" else loaded
-    except OSError as error:
-        raise FileProblem(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, EOFError) as error:
-        raise FileProblem(f"{path}: is not a {path.suffix} file ({error})") from None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise FileProblem(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _give(outputs: Mapping[str, np.ndarray[Any, Any]], file: Path | None) -> None:

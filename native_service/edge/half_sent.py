@@ -22,7 +22,8 @@ _LOOK_EVERY_S = 0.25
 _PATIENCE_S = 1.0
 # A slow line brings a message of the largest size within this; it matters while half of the budget is taken.
 _CROWDED_PATIENCE_S = 30.0
-_TRIM_EVERY_S = 5.0
+# The allocator keeps what was freed: near the bound calls would be ended for it, and at rest it is nobody's.
+_TRIM_EVERY_S, _TRIM_AT_REST_EVERY_S = 5.0, 60.0
 _STATUS = Path("/proc/self/status")
 
 
@@ -68,8 +69,8 @@ class HalfSent:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             now = time.monotonic()
-            if _anonymous_bytes() > base + most_bytes // 2 and now > trimmed + _TRIM_EVERY_S:
-                # The allocator keeps what was freed, and calls would be ended for it.
+            is_near = _anonymous_bytes() > base + most_bytes // 2
+            if now > trimmed + (_TRIM_EVERY_S if is_near else _TRIM_AT_REST_EVERY_S):
                 await asyncio.to_thread(ctypes.CDLL(None).malloc_trim, 0)
                 trimmed = now
             if _anonymous_bytes() > base + most_bytes:

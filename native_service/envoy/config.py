@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from native_service.envoy import access as envoy_access
 from native_service.envoy import limits as envoy_limits
 from native_service.envoy import scripts as envoy_scripts
-from native_service.envoy.listeners import HTTP_ANSWER_S, HTTP_BUFFER_BYTES, HTTP_IDLE_S, header, listeners, named_route
+from native_service.envoy.listeners import BUFFER_BYTES, HTTP_ANSWER_S, HTTP_IDLE_S, header, listeners, named_route
 from native_service.envoy.scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE, TRITON
 from native_service.envoy.settings import (
     ADMIN_SOCKET,
@@ -189,7 +189,7 @@ def _http_cluster(name: str, socket: str) -> Json:
         "name": name,
         "type": "STATIC",
         "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
-        "per_connection_buffer_limit_bytes": HTTP_BUFFER_BYTES,
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         "circuit_breakers": {"thresholds": [dict.fromkeys(("max_requests", "max_connections"), _MOST_SERVICE_CALLS)]},
         "typed_extension_protocol_options": {kind: options},
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
@@ -213,7 +213,7 @@ def _cluster(settings: EnvoySettings, name: str, address: Json, most_calls: int)
         "name": name,
         "type": "STATIC",
         "connect_timeout": f"{_CONNECT_TIMEOUT_S}s",
-        "per_connection_buffer_limit_bytes": settings.window_bytes,
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         "circuit_breakers": {"thresholds": [threshold]},
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},

@@ -24,8 +24,8 @@ _HEAP = "envoy.resource_monitors.fixed_heap"
 _CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
 _IDLE_CONNECTION_S, _UNREAD_S = 600, 300
 _SHORTEST_STREAM_IDLE_S, _SHORTEST_CONNECTION_IDLE_S = 30, 2
-# Streams that hold less than 2**20 bytes are never ended for it.
-_LARGE_STREAM_BITS = 20
+# Envoy knows eight classes of streams by what they hold, each of twice as much as the one before.
+_CLASSES, _FEWEST_BITS = 8, 10
 
 PUBLIC: Json = {
     "request_headers_timeout": f"{HEADERS_S}s",
@@ -39,6 +39,8 @@ RUNTIME: Json = {
     # By itself Envoy closes a connection of which most calls were cut within a second, with all others on it: short
     # deadlines look like that, or many callers behind one proxy.
     "overload.premature_reset_total_stream_count": 2**31,
+    # Of one connection, before the others have their turn.
+    "http.max_requests_per_io_cycle": 16,
 }
 """Envoy's own settings."""
 
@@ -46,9 +48,12 @@ RUNTIME: Json = {
 def overload_manager(max_message_bytes: int, max_buffered_bytes: int) -> Json:
     """Room for ``max_buffered_bytes``, and for four of the largest messages in any case.
 
-    From half of that on, the calls that hold most are ended, all large ones at three quarters. At twice that no more
-    are taken; only a great many small ones get there, or data that comes faster than Envoy looks: seen, 0.5 GB beyond.
+    From half of that on, calls that hold a quarter of the largest message and more are ended, and smaller and smaller
+    ones up to twice of it, where no more are taken. Envoy ends calls only while the share changes, a hundred at a look:
+    at a share that is full it would end no more of them.
     """
+    # Of the lowest class; no stream below it is ever ended.
+    bits = max(_FEWEST_BITS, max_message_bytes.bit_length() - 2 - _CLASSES)
     kinds = "envoy.extensions.resource_monitors."
     heap = {
         "@type": f"{_TYPE}{kinds}fixed_heap.v3.FixedHeapConfig",
@@ -66,10 +71,10 @@ def overload_manager(max_message_bytes: int, max_buffered_bytes: int) -> Json:
             {"timer": "HTTP_DOWNSTREAM_CONNECTION_IDLE", "min_timeout": f"{_SHORTEST_CONNECTION_IDLE_S}s"},
         ],
     }
-    ended = {"scaled": {"scaling_threshold": 0.25, "saturation_threshold": 0.375}}
+    ended = {"scaled": {"scaling_threshold": 0.25, "saturation_threshold": 1.0}}
     return {
         "refresh_interval": "0.05s",
-        "buffer_factory_config": {"minimum_account_to_track_power_of_two": _LARGE_STREAM_BITS},
+        "buffer_factory_config": {"minimum_account_to_track_power_of_two": bits},
         "resource_monitors": [
             {"name": _HEAP, "typed_config": heap},
             {"name": _CONNECTIONS, "typed_config": connections},

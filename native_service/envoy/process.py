@@ -46,7 +46,7 @@ _VALIDATE_TIMEOUT_S = 30.0
 _UPDATE_TIMEOUT_S, _UPDATE_POLL_S = 10.0, 0.01
 # How long the calls of a model that goes are waited for.
 _LAST_CALLS_S = 10.0
-_MOST_RESTARTS, _RESTART_WINDOW_S = 5, 60.0
+_MOST_RESTARTS, _RESTART_WINDOW_S, _RETRY_S = 5, 60.0, 1.0
 # How long clients are asked to leave before the address closes, and between two looks at what is still running.
 _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
@@ -139,7 +139,7 @@ class EnvoyServer:
             self._write(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(ROUTES_FILE, envoy_config.routes_file(settings, models))
             self._write_http_routes(settings)
-            (self._folder / "envoy.json").write_text(json.dumps(envoy_config.bootstrap(settings)))
+            _put(self._folder / "envoy.json", envoy_config.bootstrap(settings))
             try:
                 await self._launch()
             except EnvoyUnavailable:
@@ -271,6 +271,7 @@ class EnvoyServer:
                 await self._launch()
             except EnvoyUnavailable as error:
                 reason = str(error)
+                await asyncio.sleep(_RETRY_S)  # what it lacks may be back by then
             else:
                 reason = await self._next_death()
         return f"{reason}, {tries}"
@@ -305,7 +306,11 @@ class EnvoyServer:
             *("--file-flush-interval-msec", str(_FLUSH_MS)),
             *("--log-level", "warning", "--log-format", "[%l] %v"),
         ]
-        self._child = await processes.start(command, self._environment, folder=self._folder, new_session=False)
+        try:
+            child = await processes.start(command, self._environment, folder=self._folder, new_session=False)
+        except OSError as error:
+            raise EnvoyUnavailable(f"Envoy cannot be started ({error.strerror})") from None
+        self._child = child
         self._readers = [asyncio.create_task(self._read(s)) for s in (self._child.stdout, self._child.stderr)]
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -357,15 +362,18 @@ class EnvoyServer:
     async def _validate(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
         """Let Envoy itself check what would be served. Raises EnvoyUnavailable with its complaint."""
         path = self._folder / "envoy-check.json"
-        path.write_text(json.dumps(envoy_config.validation(settings, models)))
-        process = await asyncio.create_subprocess_exec(
-            *(str(self._program), "--mode", "validate", "--config-path", path.name, "--log-level", "error"),
-            cwd=self._folder,
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
+        _put(path, envoy_config.validation(settings, models))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(str(self._program), "--mode", "validate", "--config-path", path.name, "--log-level", "error"),
+                cwd=self._folder,
+                env=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise EnvoyUnavailable(f"Envoy cannot be asked to check its files ({error.strerror})") from None
         try:
             async with asyncio.timeout(_VALIDATE_TIMEOUT_S):
                 output, _ = await process.communicate()
@@ -410,14 +418,22 @@ class EnvoyServer:
         folder.mkdir(exist_ok=True)
         for file, content in envoy_access.secret_files(self._access.tls).items():
             beside = self._folder / file
-            beside.write_text(json.dumps(content))
+            _put(beside, content)
             # The rename is what Envoy watches for; it then reads the user's files, too.
             beside.replace(folder / file)
 
     def _write(self, file: str, content: Json) -> None:
         beside = self._folder / file
-        beside.write_text(json.dumps(content))
+        _put(beside, content)
         beside.replace(self._folder / DYNAMIC_FOLDER / file)
+
+
+def _put(path: Path, content: Json) -> None:
+    """Write ``content``. Raises EnvoyUnavailable, as without room on the disk."""
+    try:
+        path.write_text(json.dumps(content))
+    except OSError as error:
+        raise EnvoyUnavailable(f"{path.name} for Envoy cannot be written ({error.strerror}); check the disk") from None
 
 
 def _with_port(address: Address) -> Address:

@@ -108,9 +108,14 @@ class Catalogue:
     async def stage(self, source: Source, converter: Converter, callees: Mapping[str, ModelSpec]) -> Converted:
         """Convert ``source``, which may call ``callees``, beside the repository.
 
-        Raises BundleError; nothing is left then.
+        Raises NereidError; nothing is left then.
         """
-        folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        try:
+            folder = Path(tempfile.mkdtemp(dir=self._run.staging))
+        except OSError as error:
+            raise RepositoryError(
+                f"model {source.name!r} cannot be converted ({error.strerror}); check the disk"
+            ) from None
         begun = time.monotonic()
         try:
             converted = await converter.convert(source, folder, callees)

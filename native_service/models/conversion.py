@@ -199,9 +199,12 @@ class Converter:
         if self._child is None:
             # -P: a folder of bundles may hold a numpy.py, and people start `serve` in such folders.
             command = [sys.executable, "-P", "-m", "native_service.models.conversion"]
-            self._child = await processes.start(
-                command, self._environment, stdin=asyncio.subprocess.PIPE, longest_line=_LONGEST_ANSWER
-            )
+            try:
+                self._child = await processes.start(
+                    command, self._environment, stdin=asyncio.subprocess.PIPE, longest_line=_LONGEST_ANSWER
+                )
+            except OSError as error:
+                raise BundleError(f"the converter cannot be started ({error.strerror})") from None
             self._drain = asyncio.create_task(_log(self._child.stderr))
         return self._child
 
@@ -296,6 +299,9 @@ def _answer_requests(requests: TextIO, answers: TextIO) -> None:
             answer = work[request["do"]](request)
         except NereidError as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            what = "" if error.filename is None else f", {Path(error.filename).name}"
+            answer = {"error": f"conversion failed ({error.strerror or error}{what}); check the disk and its rights"}
         except Exception as error:  # noqa: BLE001 - the edge of this process: the parent fails this one model
             _LOG.exception("conversion of %s failed", request.get("path"))
             answer = {"error": f"{type(error).__name__}: {error} (a bug in the converter; see the log above)"}

@@ -13,6 +13,8 @@ _LONGEST = 500
 # load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
 _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
 _DEAD_STUB = re.compile(r"Stub process '[^']*' is not healthy")
+# What is not served is refused before: a call that took its time until here meets a Triton that has just started.
+_NOT_LOADED = re.compile(r"^Request for unknown model: '[^']*' (?:is not found|has no available versions)")
 _TRACEBACK = re.compile(r"\n\s*\nAt:\n.*|\nTraceback \(most recent call last\):.*?(?=\n\S)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+){2,}/([\w.+@-]+)")
 
@@ -39,7 +41,11 @@ def status_of(error: NereidError | grpc.aio.AioRpcError) -> tuple[str, str]:
         return error.code, str(error)
     # Triton's own code and words: the runtime inside has made them fit for a client.
     text = error.details() or "Triton gave no reason"
-    return ("UNAVAILABLE", PROCESS_DIED) if STUB_IS_DEAD in text else canonical(error.code().name, text)
+    if STUB_IS_DEAD in text:
+        return "UNAVAILABLE", PROCESS_DIED
+    if _NOT_LOADED.search(text):
+        return "UNAVAILABLE", "the model is being loaded again, retry later"
+    return canonical(error.code().name, text)
 
 
 def without_paths(text: str) -> str:

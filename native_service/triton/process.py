@@ -166,7 +166,11 @@ class TritonServer:
 
     async def _launch(self) -> None:
         self._log = TritonLog()
-        self._child = await processes.start(self._command(self.addresses), self._environment, new_session=False)
+        try:
+            child = await processes.start(self._command(self.addresses), self._environment, new_session=False)
+        except OSError as error:
+            raise TritonUnavailable(f"tritonserver cannot be started ({error.strerror})") from None
+        self._child = child
         self._readers = _read_output(self._child, self._log)
         await self._until_live()
 

@@ -120,13 +120,15 @@ class Watchdog:
             _LOG.info("tritonserver is back")
         while True:
             pause_s = _LOOK_S
+            lost: set[str] = set()
             try:
                 self._revive_dead()
+                lost = set(self._triton.find_lost()) - self._given_up
             except OSError as error:  # too many open files, say
                 _LOG.warning("the processes of the models cannot be looked at (%s)", error.strerror)
                 pause_s = _BLIND_S
             # A model that brings Triton to this once more is left alone: the others pay for each restart.
-            if lost := set(self._triton.find_lost()) - self._given_up:
+            if lost:
                 self._given_up |= lost
                 return f"the load of {', '.join(sorted(lost))} hangs in tritonserver"
             await asyncio.sleep(pause_s)

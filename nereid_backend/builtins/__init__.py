@@ -90,12 +90,14 @@ BUILTINS: dict[str, tuple[str, str]] = {
     "detection": ("nereid_backend.builtins.detection", "Detection"),
     "drop_column": ("nereid_backend.builtins.columns", "DropColumn"),
     "labels": ("nereid_backend.builtins.classes", "Labels"),
+    "reshape_input": ("nereid_backend.builtins.reshape", "ReshapeInput"),
+    "reshape_output": ("nereid_backend.builtins.reshape", "ReshapeOutput"),
     "softmax": ("nereid_backend.builtins.classes", "Softmax"),
     "trim": ("nereid_backend.builtins.trim", "Trim"),
 }
 
 # Declared by the writer of repositories, not by manifests.
-INTERNAL = {"add_column", "drop_column"}
+INTERNAL = {"add_column", "drop_column", "reshape_input", "reshape_output"}
 
 
 def builtin(spec: BuiltinSpec) -> Builtin:

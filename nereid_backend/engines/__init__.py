@@ -8,6 +8,7 @@ so that this package stays importable everywhere.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -141,9 +142,15 @@ def _origin(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
+# ONNX Runtime 1.32 reports to its maker, and keeps a file in the temporary folder for it, unless told not to before its
+# import. Who wants that sets it to 0.
+_NO_TELEMETRY = ("ORT_DISABLE_TELEMETRY", "1")
+
+
 def import_library(engine: str) -> Any:
     """Import the library of an engine. Raises EngineMissing naming the extra that brings it."""
     entry = ENGINES[engine]
+    os.environ.setdefault(*_NO_TELEMETRY)
     try:
         return importlib.import_module(entry.library)
     except ImportError as error:

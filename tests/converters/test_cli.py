@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,12 @@ def test_a_model_is_one_line_and_exit_code_0(add_one: Path, tmp_path: Path) -> N
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"{add_one} -> {tmp_path / 'r' / 'add_one'} (engine onnx, batch sizes: up to 32)\n"
     assert ModelSpec.read(tmp_path / "r" / "add_one" / "1").name == "add_one"
+
+
+def test_a_command_leaves_the_signals_of_its_caller_as_they_were(add_one: Path, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert [invoke(add_one, "-o", tmp_path / "r").exit_code for _ in range(2)] == [0, 1]  # the second finds the first
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,65 @@ def test_modules_beyond_the_listed_variants_are_ignored(make_pool: Any) -> None:
     for name in ("model.b1.mlir", "model.mlir", "model.v2.b1.mlir", "model.v00.b1.mlir"):
         (folder / name).write_text("not a program")
     assert len(read(folder).spec.programs) == 4
+
+
+class Counts:
+    """How often some functions were called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.calls: dict[str, int] = {}
+
+    def count(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return original(*arguments, **options)
+
+        self._monkeypatch.setattr(owner, name, counted)
+
+
+def test_the_trial_reads_the_weights_once_and_compiles_what_decides(
+    make_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nereid_backend import safetensors
+    from nereid_backend.engines.jax_programs import Compiler
+
+    counts = Counts(monkeypatch)
+    counts.count(safetensors, "read")
+    counts.count(Compiler, "program")
+    prepared = read(make_pool(((1, 2, 4), (1, 2, 4))))
+    assert (prepared.spec.coalesce, len(prepared.spec.programs)) == (True, 6)
+    assert counts.calls == {"read": 1, "program": 3}  # sizes 1 and 2 of one variant, size 2 of the other
+
+
+def test_legacy_weights_are_transposed_once(make_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from converters import weights
+    from converters.convert import convert
+
+    counts = Counts(monkeypatch)
+    counts.count(weights, "write_reversed")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    matrix = np.arange(16, dtype=np.float32).reshape(4, 4)
+    folder = make_bundle(axis_order=None, tensors={"w": matrix.T, "b": matrix[0]})
+    for name, links in (("linked", True), ("copied", False)):
+        if not links:
+            monkeypatch.setattr(Path, "hardlink_to", failing)
+        prepared = convert(folder, tmp_path / name)
+        written = read_bundle_weights_of(tmp_path / name / "linear" / "1" / "weights.safetensors")
+        np.testing.assert_array_equal(written["w"], matrix)
+        del prepared  # what was made for the trial goes with it
+        assert list((tmp_path / "scratch").iterdir()) == []
+    assert counts.calls == {"write_reversed": 2}
+
+
+def failing(*_arguments: Any) -> None:
+    raise OSError("another file system")
+
+
+def read_bundle_weights_of(path: Path) -> Any:
+    from nereid_backend import safetensors
+
+    return safetensors.read(path).tensors

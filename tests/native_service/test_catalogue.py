@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,3 +175,13 @@ def test_the_same_files_again_change_nothing(shelf: Shelf, triton: Any) -> None:
     shelf.put("same", 2)
     assert place.stat().st_ino != before
     shelf.remove("same")
+
+
+def test_a_disk_without_room_to_convert_is_told(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(**_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    source, converter = Source(tmp_path / "new.onnx", ModelSettings(name="new", device="cpu", queue_capacity=1)), None
+    with pytest.raises(RepositoryError, match=r"'new' cannot be converted \(No space left on device"):
+        asyncio.run(shelf.catalogue.stage(source, converter, {}))  # type: ignore[arg-type]

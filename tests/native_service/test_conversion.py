@@ -40,6 +40,8 @@ def convert(source, target, *, name, device, **options):
         time.sleep(60)
     if name == "wrong":
         raise ManifestError("manifest.yaml: outputs are missing")
+    if name == "full":
+        raise OSError(28, "No space left on device", "/a/b/weights.bin")
     if name == "bug":
         raise ZeroDivisionError("oops")
     (target / name).mkdir()
@@ -101,6 +103,8 @@ def test_a_model_s_failure_does_not_touch_the_next(folder: Path) -> None:
     async def scenario(converter: Converter) -> None:
         assert await problem(converter, folder, "wrong") == "manifest.yaml: outputs are missing"
         assert "ZeroDivisionError: oops (a bug in the converter" in await problem(converter, folder, "bug")
+        told = "conversion failed (No space left on device, weights.bin); check the disk and its rights"
+        assert await problem(converter, folder, "full") == told
         assert "ended unexpectedly (signal 6)" in await problem(converter, folder, "crashes")
         assert await problem(converter, folder, "gpu", "cuda:0") == "no CUDA device 0 here"
         assert (await convert(converter, folder, "fine")).name == "fine"

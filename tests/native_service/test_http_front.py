@@ -81,7 +81,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.01)
 
@@ -249,8 +249,12 @@ def test_all_requests_together_hold_a_bounded_number_of_bytes(fronting: Fronting
             await asyncio.gather(waiting, return_exceptions=True)
             await until(lambda: permits_are(service, 0))
             service.triton.behave = None
-            async with client.post(INFER, **binary(np.zeros((1, MIB // 4), np.float32))) as answer:
-                assert answer.status == 200
+
+            async def fits() -> bool:
+                async with client.post(INFER, **binary(np.zeros((1, MIB // 4), np.float32))) as answer:
+                    return answer.status == 200
+
+            await until(fits)  # its bytes are given back a little after its permit
 
     asyncio.run(scenario())
 

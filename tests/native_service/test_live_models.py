@@ -26,14 +26,14 @@ from nereid_backend.cache import cache_folder
 pytestmark = pytest.mark.triton
 
 
-def test_a_model_is_added_and_removed_ten_times_without_a_failed_call(tmp_path: Path) -> None:
+def test_a_model_is_added_and_removed_again_and_again_without_a_failed_call(tmp_path: Path) -> None:
     with (
         live(
             tmp_path, settings=listing("one", "two", "guest", server=CONTROLLED), models=("one", "two", "guest")
         ) as serving,
         serving.load("one", "two") as failures,
     ):
-        for _ in range(10):
+        for _ in range(4):  # fifty times in make bench
             serving.client.unload_model("guest")
             assert serving.names() == ["one", "two"]
             assert code_of(lambda: serving.amount("guest"))[0] == "NOT_FOUND"
@@ -93,7 +93,7 @@ def has_mapped(pid: int, library: str) -> bool:
 
 
 def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: Path) -> None:
-    settings = listing("adder", "other", server=f"{CONTROLLED}, limits: {{load_timeout_s: 6}}")
+    settings = listing("adder", "other", server=f"{CONTROLLED}, limits: {{load_timeout_s: 10}}")
     with (
         live(tmp_path, settings=settings, models=("adder", "other")) as serving,
         serving.load("adder", "other") as failures,
@@ -114,7 +114,7 @@ def test_a_new_version_that_hangs_is_given_up_and_the_old_one_serves(tmp_path: P
             stopping = pool.submit(stop_the_new_one)
             code, text = code_of(lambda: serving.client.load_model("adder"))
             stopping.result(WAIT_S)
-        assert (code, "model 'adder' did not load within 6 s" in text) == ("FAILED_PRECONDITION", True)
+        assert (code, "model 'adder' did not load within 10 s" in text) == ("FAILED_PRECONDITION", True)
         assert (serving.amount(), stubs(serving.served, "adder")) == (1, old)
         serving.client.load_model("adder")
         assert serving.amount() == 2
@@ -194,15 +194,16 @@ def test_a_model_that_is_still_being_written_is_left_alone(tmp_path: Path) -> No
         write_adder(tmp_path / "complete.onnx", 7)
         data = (tmp_path / "complete.onnx").read_bytes()
         with (serving.models / "adder.onnx").open("wb") as file:
-            for number in range(30):
-                file.write(data[number * len(data) // 30 : (number + 1) * len(data) // 30])
+            for number in range(20):
+                file.write(data[number * len(data) // 20 : (number + 1) * len(data) // 20])
                 file.flush()
                 assert serving.amount() == 1
                 time.sleep(0.1)
         serving.until(lambda: serving.amount() == 7)
         shutil.copytree(serving.models, serving.models / ".hidden", ignore=shutil.ignore_patterns(".*"))
-        time.sleep(3)
-        assert serving.names() == ["adder"]
+        write_adder(serving.models / "later.onnx")
+        serving.until(lambda: "later" in serving.names())  # so it has been looked at
+        assert serving.names() == ["adder", "later"]
 
 
 def test_with_a_list_only_listed_models_appear_and_the_list_may_change(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ async def refusal(channel: Any, messages: Sequence[pb.CheckpointRequest]) -> tup
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -385,7 +385,7 @@ def test_whoever_watches_health_hears_of_changes_also_after_another_has_gone(ser
             going.cancel()
             await asyncio.sleep(0.2)  # until the server has heard of it
             service.native.set_serving(False)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert [(await each.read()).status for each in (staying, model)] == [answers.NOT_SERVING] * 2
 
     asyncio.run(scenario())

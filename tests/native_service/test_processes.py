@@ -1,10 +1,13 @@
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from native_service.children import processes
 
@@ -17,7 +20,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until_dead(pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not is_alive(pid)
@@ -28,6 +31,8 @@ def test_a_child_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -
     parent = subprocess.Popen(
         [sys.executable, "-c", f"""
 import asyncio, os, pathlib
+import pytest
+
 from native_service.children import processes
 async def main():
     child = await processes.start(["sleep", "60"], os.environ)
@@ -35,7 +40,7 @@ async def main():
     await child.process.wait()
 asyncio.run(main())
 """])  # fmt: skip
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     pid = int(note.read_text())
@@ -90,3 +95,25 @@ def test_lines_are_split_and_endless_ones_cut() -> None:
         assert got[-1] == "last"
 
     asyncio.run(scenario())
+
+
+def test_a_start_for_want_of_descriptors_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, pipe = 0, os.pipe
+
+    def one_pipe_only() -> tuple[int, int]:
+        nonlocal made
+        made += 1
+        if made > 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pipe()
+
+    async def scenario() -> tuple[int, int]:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(os, "pipe", one_pipe_only)
+        with pytest.raises(OSError, match="Too many open files"):
+            await processes.start(["true"], os.environ)
+        await asyncio.sleep(0)  # transports close a turn later
+        return before, len(list(Path("/proc/self/fd").iterdir()))
+
+    before, after = asyncio.run(scenario())
+    assert after == before

@@ -4,6 +4,8 @@ import hashlib
 import os
 import ssl
 import stat
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -106,6 +108,17 @@ def test_every_way_in_asks_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
             return error.code
 
     assert [http("/v2/health/ready"), http("/metrics"), http("/metrics", READER)] == [200, 401, 200]
+
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    (tmp_path / "reader").write_text(READER)
+    command = [sys.executable, "-m", "native_service.cli", "bench", "adder", "--address", address, "--ca", "ca.pem"]
+    quickly = ["--concurrency", "2", "--duration", "0.5", "--window", "0.5", "--warm-up", "0"]
+    under_load = [
+        subprocess.run([*command, "--key-file", key, *quickly], cwd=tmp_path, capture_output=True, text=True)
+        for key in ("caller", "reader")
+    ]
+    assert [done.returncode for done in under_load] == [0, 1], under_load
+    assert "role" in under_load[1].stderr
 
     children = served.descendants()
     metrics = served.state["triton_metrics"]

@@ -305,7 +305,7 @@ def streamed(client: Any, requests: list[tuple[str, list[Any]]]) -> list[Any]:
     try:
         for model, tensors in requests:
             client.async_stream_infer(model, tensors)
-        return [answers.get(timeout=10) for _ in requests]
+        return [answers.get(timeout=60) for _ in requests]
     finally:
         client.stop_stream()
 
@@ -394,7 +394,7 @@ def test_m1_each_request_counts_once_and_unknown_models_nowhere(served: Served, 
     expected = {"request_success": 1, "count": len(rows), "exec_count": 1, "OTHER": 1}
     if surface == "KServe without the batch dimension":
         expected["count"] = 1
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while True:  # Envoy counts a little after it has answered
         after = metrics(served)
         old, new = of_model(before, "counted"), of_model(after, "counted")
@@ -431,7 +431,7 @@ def test_the_time_of_each_call_is_shown_under_its_surface(served: Served, client
     with pytest.raises(InferenceServerException):
         client.infer("nobody", [input_tensor("input", R16)])
     expected = dict(zip(SURFACES, (3, 2, 4, 2), strict=True))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         changed = {surface: count - before[surface] for surface, count in counts().items()}
         if changed == expected or time.monotonic() > deadline:
@@ -475,7 +475,7 @@ def test_a_client_that_goes_before_its_tensor_is_whole_counts_as_canceled(served
         time.sleep(0.3)
         call.cancel()
         going.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while of_model(metrics(served), "counted") == before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert of_model(metrics(served), "counted") == {**before, "CANCELED": before["CANCELED"] + 1}
@@ -537,7 +537,7 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not outcomes and time.monotonic() < deadline:
             time.sleep(0.005)
         assert outcomes == [f"[StatusCode.RESOURCE_EXHAUSTED] {FULL}"]
@@ -548,9 +548,9 @@ def test_k24_of_two_calls_for_one_permit_one_is_refused_and_counted(served: Serv
         assert FULL in str(error)
         assert infer(client, "adder", input=R16[None])
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert outcomes[1:] == [[(R16 + 1).tolist()]]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while refusals(served, "single") != before + 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert refusals(served, "single") == before + 3

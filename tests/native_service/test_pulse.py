@@ -172,3 +172,13 @@ def test_a_file_that_tells_nothing_is_no_sign_of_anything(model: Model) -> None:
     assert model.hung(LIMIT_S) == []
     (model.folder / str(model.process.pid)).unlink()
     assert model.hung(LIMIT_S) == []
+
+
+def test_a_process_that_cannot_tell_how_it_is_serves_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / pulse.PULSE_FOLDER).mkdir()
+    (folder / str(os.getpid())).symlink_to("/dev/full")
+    monkeypatch.setenv("NEREID_RUN", str(tmp_path))
+    assert pulse.told(lambda requests: requests)(["a"]) == ["a"]
+    assert "No space left" in capsys.readouterr().err

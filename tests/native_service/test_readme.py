@@ -42,6 +42,10 @@ def test_the_clients_in_the_readme_classify_digits(
         exec(stock, names)
         names["client"].close()
         exec(own, names)
+        (bench,) = re.findall(r"^    nereid (bench digits .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+        shortly = ["--duration", "0.5", "--window", "0.5", "--warm-up", "0"]
+        subprocess.run([sys.executable, "-m", "native_service.cli", *bench.split(), *shortly], check=True)
+        assert "<svg" in Path("digits.html").read_text()
     finally:
         server.end()
     assert server.state["models"] == ["digits", "magika", "projection", "reader"]  # what the reader calls is hidden

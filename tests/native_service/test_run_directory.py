@@ -1,10 +1,14 @@
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from serving import alive
 
 from native_service import run_directory
 from native_service.run_directory import RunDirectory
@@ -25,13 +29,14 @@ def cache(tmp_path: Path) -> Path:
     return folder
 
 
-def abandon(cache: Path) -> tuple[Path, str]:
-    """A run whose supervisor was killed: its folder and its prefix."""
+def abandon(cache: Path, *, entirely: bool = True) -> tuple[Path, str]:
+    """A run whose supervisor was killed: its folder and its prefix; ``entirely``: what clears afterwards was, too."""
     code = f"""
-import os, signal
-from pathlib import Path
+import os, pathlib, signal
 from native_service.run_directory import RunDirectory
-run = RunDirectory.open(Path({str(cache)!r}))
+run = RunDirectory.open(pathlib.Path({str(cache)!r}))
+if {entirely}:
+    os.kill(run._afterwards.pid, signal.SIGKILL)
 print(run.path, run.shared_memory_prefix, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -103,6 +108,41 @@ def test_the_next_start_clears_a_killed_run(cache: Path, shared_memory: Path) ->
     finally:
         leftover.kill()
         leftover.wait()
+
+
+def test_a_killed_run_is_cleared_without_a_next_start(cache: Path) -> None:
+    code = f"""
+import os, pathlib, signal, subprocess
+from native_service.run_directory import RunDirectory
+run = RunDirectory.open(pathlib.Path({str(cache)!r}))
+region = pathlib.Path("/dev/shm", run.shared_memory_prefix + "region")
+region.touch()
+child = subprocess.Popen(["sleep", "600"], env=os.environ | run.environment, start_new_session=True,
+                         stdout=subprocess.DEVNULL)
+print(run.path, region, child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    path, region, pid = done.stdout.split()
+    deadline = time.monotonic() + 60
+    while (left := [Path(path).exists(), Path(region).exists(), alive({int(pid)})]) != [False, False, set()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_what_clears_a_run_afterwards_ends_with_it_and_outlives_signals_to_all(cache: Path) -> None:
+    run = RunDirectory.open(cache)
+    afterwards = run._afterwards
+    ignored = f"/proc/{afterwards.pid}/status"
+    deadline = time.monotonic() + 60
+    while int(re.search(r"SigIgn:\s*(\w+)", Path(ignored).read_text())[1], 16) & 1 << signal.SIGTERM - 1 == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(afterwards.pid, number)
+    assert afterwards.poll() is None
+    run.close()
+    assert afterwards.poll() == 0
 
 
 def test_a_living_run_is_left_alone(cache: Path, shared_memory: Path) -> None:

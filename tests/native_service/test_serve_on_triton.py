@@ -163,16 +163,14 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything_with_code_0(tmp_path: Path, models: Path, number: int) -> None:
-    server = Served(tmp_path, str(models), "--bind", "127.0.0.1:0")
+def ends_and_leaves_nothing(server: Served, number: int) -> None:
     processes, pid = server.descendants(), server.process.pid
     assert our_shared_memory(pid), "the stubs' regions do not carry our prefix"
     code, output = server.end(number)
     assert (code, alive(processes), our_shared_memory(pid), server.state_file.exists()) == (0, set(), [], False), output
 
 
-def test_a_cache_folder_with_a_long_path_serves_too(
+def test_a_cache_folder_with_a_long_path_serves_too_and_ctrl_c_ends_everything_with_code_0(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / ("a-long-name-" * 8)
@@ -184,7 +182,7 @@ def test_a_cache_folder_with_a_long_path_serves_too(
         tensor = tritonclient.InferInput("input", [1, 16], "FP32")
         tensor.set_data_from_numpy(R16[np.newaxis])
         assert client.infer("adder", [tensor]).as_numpy("output").tolist() == [(R16 + 1).tolist()]
-    assert server.end()[0] == 0
+    ends_and_leaves_nothing(server, signal.SIGINT)
 
 
 def test_triton_takes_grpc_from_this_users_processes_only(served: Served) -> None:
@@ -198,22 +196,24 @@ def test_triton_takes_grpc_from_this_users_processes_only(served: Served) -> Non
 
 def test_a_signal_during_the_start_ends_everything_with_code_0(tmp_path: Path, models: Path) -> None:
     server = Served(tmp_path, str(models), "--bind", "127.0.0.1:0", wait=False)
-    time.sleep(1.5)
-    processes, pid = server.descendants(), server.process.pid
+    while not (processes := server.descendants()):
+        assert server.process.poll() is None, server.end()
+        time.sleep(0.01)
+    pid = server.process.pid
     code, output = server.end()
     assert (code, alive(processes), our_shared_memory(pid)) == (0, set(), []), output
 
 
-def test_what_a_killed_supervisor_leaves_is_gone_after_the_next_start(tmp_path: Path, models: Path) -> None:
+def test_what_a_killed_supervisor_leaves_is_gone_after_the_next_start_and_sigterm_ends_that_with_code_0(
+    tmp_path: Path, models: Path
+) -> None:
     killed = Served(tmp_path, str(models), "--bind", "127.0.0.1:0")
     processes, pid = killed.descendants(), killed.process.pid
     killed.end(signal.SIGKILL)
     successor = Served(tmp_path, str(models), "--bind", "127.0.0.1:0")
-    try:
-        assert alive(processes) == set()
-        assert our_shared_memory(pid) == []
-    finally:
-        assert successor.end()[0] == 0
+    left = alive(processes), our_shared_memory(pid)
+    ends_and_leaves_nothing(successor, signal.SIGTERM)
+    assert left == (set(), [])
 
 
 def failing_start(tmp_path: Path, *arguments: str) -> str:

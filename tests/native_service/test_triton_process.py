@@ -1,10 +1,12 @@
 import asyncio
+import errno
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from native_service.children import processes
 from native_service.triton import embedded as embedded_triton
 from native_service.triton.addresses import SOCKET_SUFFIX
 from native_service.triton.process import TritonServer
@@ -193,5 +195,25 @@ def test_an_end_nobody_asked_for_is_reported(server: TritonServer) -> None:
             await server.start()
             os.kill(server.pid or 0, 9)
             assert await server.wait() == "tritonserver ended with code -9 while serving"
+
+    asyncio.run(scenario())
+
+
+def test_a_machine_that_allows_no_further_process_is_told_and_tried_again(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            await server.drop()
+            with monkeypatch.context() as short:
+                short.setattr(processes, "start", refuse)
+                with pytest.raises(TritonUnavailable, match=r"cannot be started \(Too many open files"):
+                    await server.restart()
+            await server.restart()
+            await server.load("fine", 5)
 
     asyncio.run(scenario())

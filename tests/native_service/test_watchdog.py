@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -32,7 +33,7 @@ class FakeModels:
 
     def __init__(self) -> None:
         self.is_dead = False
-        self.bad = 0
+        self.bad = self.blind = 0
         self.done: list[str] = []
         self.bad_restarts = 0
         self.stuck: set[str] = set()
@@ -43,6 +44,9 @@ class FakeModels:
         self.ended = asyncio.Event()
 
     def find_lost(self) -> set[str]:
+        if self.blind:
+            self.blind -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
         return self.stuck
 
     async def is_ready(self) -> bool:
@@ -129,6 +133,17 @@ def watched(scenario: Callable[[FakeModels], Any]) -> FakeModels:
 def test_a_dead_model_is_routed_away_before_it_is_loaded_and_at_once(pauses: list[float]) -> None:
     models = watched(lambda models: models.dies())
     assert (models.done, pauses) == (["routed away", "loaded m"], [0])
+
+
+def test_a_look_that_fails_for_want_of_descriptors_is_not_the_last(pauses: list[float]) -> None:
+    async def scenario(models: FakeModels) -> None:
+        models.blind = 3
+        while models.blind:
+            await original_sleep(0)
+        await models.dies()
+
+    assert watched(scenario).done == ["routed away", "loaded m"]
+    assert pauses == [watchdog._BLIND_S] * 3 + [0]
 
 
 def test_a_model_that_dies_again_and_again_is_put_off_for_longer_and_longer(pauses: list[float]) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -214,3 +217,16 @@ def test_a_cuda_provider_that_does_not_start_is_refused_instead_of_running_on_th
     monkeypatch.setattr(ort, "InferenceSession", lambda p, o, providers: original(p, o, providers=providers[-1:]))
     with pytest.raises(DeviceMissing, match="device 'cuda' was asked for but ONNX Runtime started without"):
         open_session(path, "cuda")
+
+
+def test_the_library_reports_to_nobody_and_leaves_no_file(save: Callable[..., Path], tmp_path: Path) -> None:
+    """Its telemetry keeps the number of its session in the temporary folder."""
+    value = [("x", TensorProto.FLOAT, [2]), ("y", TensorProto.FLOAT, [2])]
+    model = save([("Neg", ["x"], ["y"])], value[:1], value[1:])
+    (folder := tmp_path / "temporary").mkdir()
+    code = (
+        "import pathlib, sys; from nereid_backend.engines.onnx import open_session as o; o(pathlib.Path(sys.argv[1]))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
+    subprocess.run([sys.executable, "-c", code, model], env={**environment, "TMPDIR": str(folder)}, check=True)
+    assert list(folder.iterdir()) == []

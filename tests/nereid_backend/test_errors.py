@@ -20,7 +20,7 @@ def test_what_a_bundle_got_wrong_is_one_family_and_what_a_caller_got_wrong_is_no
     family = {c.__name__ for c in errors.BundleError.__subclasses__()}
     assert family == {
         "ManifestError", "ContractError", "SignatureError", "WeightsError", "RecordError", "SpecError",
-        "RepositoryError", "UserCodeError", "ConversionKilled", "ExportError",
+        "RepositoryError", "UserCodeError", "ConversionKilled", "ExportError", "ReportError", "TritonConfigError",
     }  # fmt: skip
     assert {c.code for c in errors.BundleError.__subclasses__()} == {"FAILED_PRECONDITION"}
     assert not issubclass(errors.InvalidArgument, errors.BundleError)

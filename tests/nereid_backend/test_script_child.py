@@ -20,6 +20,8 @@ from nereid_backend.errors import Cancelled, EngineError, TimeLimitExceeded
 from nereid_backend.scripts import child
 from nereid_backend.scripts.link import EXIT, FRAME, STDERR, STDOUT, Header, Link
 
+INTERRUPTIBLE = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""Not where the tests run in a shell's background; every child inherits that."""
 PRELOAD = {"cold": (), "warm": ("json", "random", "decimal")}
 
 
@@ -154,7 +156,7 @@ file.write("all of it")
         ("print(__builtins__.__name__, sorted(n for n in globals() if n[0] != '_'))", (0, "builtins []\n", "")),
         ("import os; print(os.listdir('/proc/self/fd'))", (0, "['0', '1', '2', '3']\n", "")),
         ("import signal as s; print([str(s.getsignal(n)) for n in (13, 17)])", (0, "['1', '0']\n", "")),
-        ("import signal as s; print(s.getsignal(2) is s.default_int_handler)", (0, "True\n", "")),
+        ("import signal as s; print(s.getsignal(2) is s.default_int_handler)", (0, f"{INTERRUPTIBLE}\n", "")),
         ("import os; print(os.getpgrp() == os.getpid() == os.getsid(0))", (0, "True\n", "")),
         ("import sys; print(sys.stdin.read(), sys.stdin.isatty())", (0, "the input False\n", "")),
         (STREAMS, (0, "utf-8 False True backslashreplace <stdout>\n", "")),
@@ -227,7 +229,7 @@ def test_many_run_at_the_same_time(program: Program) -> None:
 
 
 def pids_in(file: Path) -> set[int]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not file.exists() or not file.read_text().endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -235,7 +237,7 @@ def pids_in(file: Path) -> set[int]:
 
 
 def until_gone(pids: set[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive(pids) == set()
@@ -317,7 +319,7 @@ def test_the_end_of_the_model_s_process_ends_its_children(tmp_path: Path) -> Non
     owner.kill()
     owner.wait()
     until_gone(family)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (tmp_path / "outputs").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not (tmp_path / "outputs").exists()

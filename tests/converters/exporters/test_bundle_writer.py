@@ -80,6 +80,28 @@ def test_weights_of_every_type_and_rank_are_given_back_bit_by_bit(tmp_path: Path
         assert got.flags.c_contiguous
 
 
+def test_programs_of_any_form_are_written_for_readers_twelve_weeks_older(tmp_path: Path, run: Any) -> None:
+    from jax.extend.mlir.dialects import stablehlo
+    from jax.interpreters import mlir
+
+    from converters.convert import prepare
+
+    age = stablehlo.StablehloCompatibilityRequirement.WEEK_12
+    version = stablehlo.get_version_from_compatibility_requirement(age)
+    assert version != stablehlo.get_current_version()
+    artifact = program(lambda x, w: x @ w, X, W)
+    with mlir.make_ir_context() as context:
+        parsed = stablehlo.deserialize_portable_artifact(context, artifact)
+        text, old = str(parsed).encode(), stablehlo.serialize_portable_artifact(parsed, stablehlo.get_minimum_version())
+    for form in (artifact, text):
+        bundle = linear(tmp_path, modules={2: form}, force=True)
+        assert f"StableHLO_v{version}".encode() in (bundle / "model.b2.mlir").read_bytes()[:64]
+    (result,) = run(prepare(bundle), tmp_path / "repository", X)
+    assert result.tolist() == (X @ W).tolist()
+    bundle = linear(tmp_path, modules={2: old}, force=True)
+    assert (bundle / "model.b2.mlir").read_bytes() == old
+
+
 def test_axes_are_named_as_told_or_in_the_order_of_the_alphabet(tmp_path: Path) -> None:
     x, y = TensorSpec("x", "f32", (-1, 3, 2), 0), TensorSpec("y", "f32", (3, -1), 1)
     module = program(lambda x: x.sum(2).T, np.zeros((4, 3, 2), np.float32))

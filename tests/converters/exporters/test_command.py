@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,16 @@ tree = Tree()
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "model.py").write_text(MODEL)
     (tmp_path / "models" / "offsets.py").write_text("OFFSET = 1\n")
     monkeypatch.chdir(tmp_path)
-    # What the command does to its own process.
+    # What the command does to its own process. Not another dict of modules: libraries in C keep to the first one.
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
+    yield tmp_path
+    for name in ("model", "offsets"):
+        sys.modules.pop(name, None)
 
 
 def export(*arguments: str) -> Result:

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 pytest.importorskip("jax")
 
-from converters.exporters import export_jax, export_transformers
+from converters.exporters import ClientSide, TensorSpec, export_jax, export_sklearn, export_transformers
 
 pytestmark = pytest.mark.triton
 
@@ -66,3 +66,58 @@ def test_an_exported_encoder_answers_texts_and_refuses_what_is_none(triton: Any,
     with pytest.raises(InferenceServerException, match="batch"):
         ask(b"a", b"man", b"is")
     np.testing.assert_allclose(ask(b"A man is eating food"), expected[:1], atol=1e-5)
+
+
+def test_variants_and_hooks_answer_on_the_server_as_in_python(triton: Any, client: Any, tmp_path: Path) -> None:
+    import jax.numpy as jnp
+
+    (tmp_path / "scaling.py").write_text(
+        "from nereid_backend.hooks import register_model\n\n\n"
+        "def preprocess(inputs):\n"
+        "    ((_, levels),) = inputs\n"
+        "    return {'x': levels.astype('float32') / 8}\n\n\n"
+        "register_model(preprocess=preprocess)\n"
+    )
+    weight = np.random.default_rng(2).normal(size=(3, 4)).astype(np.float32)
+
+    def model(weight: Any, x: Any) -> Any:
+        return {"scores": jnp.tanh(x @ weight).sum(1)}
+
+    def levels(rows: int, steps: int) -> np.ndarray:
+        return np.random.default_rng(steps).integers(0, 99, (rows, steps, 3)).astype(np.uint8)
+
+    done = export_jax(
+        model,
+        weight,
+        levels(2, 5).astype(np.float32),
+        tmp_path / "steps",
+        [1, 4],
+        variants=[levels(2, 2).astype(np.float32)],
+        client=ClientSide(
+            inputs=[TensorSpec("levels", "u8", (-1, -1, 3), 0)],
+            postprocess=[{"argmax": {"input": "scores", "output": "best"}}],
+            files={"hooks.py": tmp_path / "scaling.py"},
+            example={"levels": levels(2, 5)},
+        ),
+    )
+    name = triton.add(done.directory)
+    for steps in (2, 5):
+        sent = levels(3, steps)
+        result = client.infer(name, [input_tensor("levels", sent)])
+        expected = np.asarray(model(weight, sent.astype(np.float32) / 8)["scores"])
+        np.testing.assert_allclose(result.as_numpy("scores"), expected, rtol=1e-5, atol=1e-5)
+        assert result.as_numpy("best").ravel().tolist() == expected.argmax(1).tolist()
+
+
+def test_an_exported_classifier_answers_on_the_server_as_in_python(triton: Any, client: Any, tmp_path: Path) -> None:
+    """The label, one number per row, has the shape on the wire that its contract says."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    pytest.importorskip("skl2onnx")
+    rng = np.random.default_rng(2)
+    table = rng.normal(size=(60, 3))
+    model = linear_model.LogisticRegression().fit(table, np.digitize(table.sum(1), [-1, 1]))
+    name = triton.add(export_sklearn(model, tmp_path / "exported_classifier").directory)
+    rows = rng.normal(size=(5, 3)).astype(np.float32)
+    result = client.infer(name, [input_tensor("input", rows)])
+    np.testing.assert_allclose(result.as_numpy("probabilities"), model.predict_proba(rows), rtol=1e-5, atol=1e-6)
+    assert result.as_numpy("label").tolist() == model.predict(rows)[:, None].tolist()

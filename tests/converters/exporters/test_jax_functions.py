@@ -154,6 +154,39 @@ def test_an_array_in_several_places_is_stored_once(tmp_path: Path, served: Any) 
     np.testing.assert_allclose(served(done.directory, ids)["output"], model(params, ids), rtol=1e-5)
 
 
+@jax.tree_util.register_pytree_node_class
+class Block:
+    """A module as equinox and flax have them: a tree of its arrays and of what else it holds, and a function."""
+
+    def __init__(self, kernel: Any, activation: Any, inner: Any = None) -> None:
+        self.kernel, self.activation, self.inner = kernel, activation, inner
+
+    def __call__(self, x: Any) -> Any:
+        x = self.activation(x @ self.kernel)
+        return x if self.inner is None else self.inner(x)
+
+    def tree_flatten(self) -> Any:
+        return (self.kernel, self.activation, self.inner), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def test_a_module_with_a_shared_part_is_exported_by_its_function_and_the_part_is_stored_once(
+    tmp_path: Path, served: Any
+) -> None:
+    shared = Block(jnp.asarray(W), jnp.tanh)
+    model = [Block(jnp.asarray(W.T), jax.nn.relu, shared), shared]
+
+    def apply(model: Any, x: Any) -> Any:
+        return jax.vmap(model[1])(jax.vmap(model[0])(x))
+
+    done = export_jax(apply, model, X, tmp_path / "shared", batch_sizes=[3])
+    assert list(read_bundle_weights(done.directory)) == ["0/0", "0/2/0"]
+    np.testing.assert_allclose(served(done.directory, X)["output"], apply(model, X), rtol=1e-5, atol=1e-6)
+
+
 def test_integer_buffers_and_several_outputs_keep_their_types_and_names(tmp_path: Path, served: Any) -> None:
     params = {"offsets": np.array([1, 2, 3, 4], np.int8), "keep": np.array([True, False, True, True])}
 
@@ -193,15 +226,17 @@ def test_the_settings_of_jax_are_the_callers_again_after_an_export(tmp_path: Pat
     assert jnp.zeros(1).dtype == (np.float64 if x64 else np.float32)
 
 
-def test_a_random_key_travels_as_its_data_as_an_input_and_as_a_weight(tmp_path: Path, served: Any) -> None:
+def test_a_random_key_travels_as_its_data_as_an_input_a_weight_and_an_output(tmp_path: Path, served: Any) -> None:
     def noisy(params: Any, x: Any, key: Any) -> Any:
-        return x + jax.random.normal(key, x.shape) + jax.random.normal(params["key"], x.shape)
+        noise = jax.random.normal(key, x.shape) + jax.random.normal(params["key"], x.shape)
+        return {"noisy": x + noise, "next": jax.random.split(key, 1)[0]}
 
     params, key = {"key": jax.random.key(3)}, jax.random.key(5)
     done = export_jax(noisy, params, (X, key), tmp_path / "noisy", batch_sizes=None)
     assert tensors(done.directory)["inputs"] == [("x", "f32", "ac"), ("key", "u32", "a")]
-    data = np.asarray(jax.random.key_data(key))
-    np.testing.assert_allclose(served(done.directory, X, data)["output"], noisy(params, X, key), rtol=1e-5)
+    got, want = served(done.directory, X, np.asarray(jax.random.key_data(key))), noisy(params, X, key)
+    np.testing.assert_allclose(got["noisy"], want["noisy"], rtol=1e-5)
+    assert got["next"].tolist() == jax.random.key_data(want["next"]).tolist()
 
 
 def test_a_key_per_row_is_batched_and_one_for_all_rows_is_refused(tmp_path: Path) -> None:
@@ -269,14 +304,20 @@ def test_every_batch_size_is_compared(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {size: sizes.count(size) for size in sizes} == {1: 3 + 2, 2: 2 + 2, 8: 1 + 2}
 
 
-def test_axes_have_the_names_and_the_batch_that_they_are_given(tmp_path: Path, served: Any) -> None:
-    images = RNG.normal(size=(5, 6, 2)).astype(np.float32)
+def test_every_tensor_has_the_axes_and_the_batch_that_it_is_given_or_none(tmp_path: Path, served: Any) -> None:
+    def model(params: Any, image: Any, gain: Any) -> Any:
+        return {"mean": image.mean((0, 1)) * gain[:, 0], "wide": gain.T, "table": params + 0}
+
+    images, gain = normal(5, 6, 2), normal(2, 3)
     done = export_jax(
-        lambda _, img: img.mean((0, 1)), None, {"img": images}, tmp_path / "means", [2],
-        axes={"img": "hwn"}, output_names=["mean"],
-    )  # fmt: skip
-    assert tensors(done.directory) == {"inputs": [("img", "f32", "nwh")], "outputs": [("mean", "f32", "n")]}
-    np.testing.assert_allclose(served(done.directory, images)["mean"], images.mean((0, 1)), rtol=1e-5, atol=1e-6)
+        model, W, {"image": images, "gain": gain}, tmp_path / "means", [2], axes={"image": "hwn", "wide": "cb"}
+    )
+    # Mappings are trees of sorted keys.
+    assert tensors(done.directory)["inputs"] == [("gain", "f32", "an"), ("image", "f32", "nwh")]
+    assert tensors(done.directory)["outputs"] == [("mean", "f32", "n"), ("table", "f32", "ac"), ("wide", "f32", "bc")]
+    got, want = served(done.directory, gain, images), model(W, images, gain)
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
 def test_inputs_may_be_trees_and_one_array_may_stand_for_two(tmp_path: Path, served: Any) -> None:
@@ -353,16 +394,6 @@ def test_a_module_without_batch_sizes_takes_the_shapes_of_the_examples(tmp_path:
     done = export_jax(lambda _, x, n: x[0] * n, None, (X, np.float32(3)), tmp_path / "fixed", batch_sizes=None)
     assert sorted(path.name for path in done.directory.glob("*.mlir")) == ["model.mlir"]
     assert [tensor.shape for tensor in prepare(done.directory).spec.inputs] == [(3, 4), ()]
-
-
-def test_programs_are_written_for_readers_twelve_weeks_older(tmp_path: Path) -> None:
-    from jax.extend.mlir.dialects import stablehlo
-
-    export_jax(lambda _, x: x + 1, None, X, tmp_path / "plain", batch_sizes=[1])
-    age = stablehlo.StablehloCompatibilityRequirement.WEEK_12
-    version = stablehlo.get_version_from_compatibility_requirement(age)
-    assert f"StableHLO_v{version}".encode() in (tmp_path / "plain" / "model.b1.mlir").read_bytes()[:64]
-    assert version != stablehlo.get_current_version()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""``nereid bench``: load on a running server, and where its time goes."""
