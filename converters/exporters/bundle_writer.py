@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from converters.exporters import placement
 from converters.exporters.client_side import PLAIN, ClientSide, digests
 from converters.exporters.manifest_writer import Layout, manifest_text
 from converters.exporters.placement import PATCH_FILE, Proof
-from converters.exporters.portable_artifact import for_older_readers
+from converters.exporters.portable_artifact import NEWER, for_older_readers
 from converters.manifest import DEFAULT_WEIGHTS_FILE, MANIFEST_FILE
 from converters.prepared import Prepared
 from nereid_backend.errors import ExportError, ManifestError
@@ -61,6 +62,7 @@ def write_bundle(
     sizes = next(iter(programs.values()))
 
     def fill(fresh: Path) -> Prepared:
+        notes: set[str] = set()
         files = client.write_files(fresh)
         text = manifest_text(
             fresh.name,
@@ -79,11 +81,15 @@ def write_bundle(
             stem = f"model.v{number}" if variant else "model"
             for size, module in of_variant.items():
                 file = f"{stem}.mlir" if size is None else f"{stem}.b{size}.mlir"
-                durable.write_bytes(fresh / file, for_older_readers(module))
+                older = for_older_readers(module)
+                durable.write_bytes(fresh / file, module if older is None else older)
+                if older is None:
+                    notes.add(NEWER)
         if patch:
             durable.write_bytes(fresh / PATCH_FILE, patch)
         _write_weights(fresh / DEFAULT_WEIGHTS_FILE, weights, layout)
-        return bundle.read(fresh, fresh.name, "cpu")
+        prepared = bundle.read(fresh, fresh.name, "cpu")
+        return replace(prepared, notes=(*prepared.notes, *notes))
 
     return placement.put(directory, "bundle", MANIFEST_FILE, _own_files, fill, force=force, proof=proof)
 

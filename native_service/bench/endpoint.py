@@ -23,8 +23,8 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # every channel is a connection
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
+    # Not the least one: that is also the time that an attempt may take, and a busy server needs more than 100 ms.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 

@@ -38,7 +38,7 @@ assert all(module.scenario for module in (deaths, models, shortages, strangers))
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
-LONGEST_S, REAPS_S, LAST_LINES = 420, 1.0, 40
+LONGEST_S, REAPS_S, LAST_LINES = 600, 1.0, 40
 # Everything a scenario starts ends with it, disks and shared memory are its own, and nothing needs privileges.
 APART = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--fork", "--mount-proc", "--kill-child")
 _SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING

@@ -21,6 +21,8 @@ from serving import write_adder
 DISK_MIB, SHARED_MIB = 640, 192
 # Of one process, beyond those it has open.
 SPARE_DESCRIPTORS = 2
+# Of a shortage and what comes after it.
+LONGEST_S = 300
 SHORT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION)
 
 
@@ -60,7 +62,7 @@ async def the_disk_is_full(ground: Ground) -> None:
     """Calls that need no disk go on; a reload is refused and changes nothing; a model that dies comes back."""
     await ground.wait_a_while()
     with full(ground.cache):
-        ground.load.disturb(120, *SHORT)
+        ground.load.disturb(LONGEST_S, *SHORT)
         await ground.recovers(("adder", "slow", "large"))
         write_adder(ground.folder / "models" / "adder.onnx", amount=7.0)
         if await ground.reload():
@@ -78,7 +80,7 @@ async def the_disk_is_full(ground: Ground) -> None:
 async def shared_memory_is_full(ground: Ground) -> None:
     """Calls fail with a reason or end with their process; nothing is wrong, and with room again all is served."""
     await ground.wait_a_while()
-    ground.load.disturb(120, *SHORT)
+    ground.load.disturb(LONGEST_S, *SHORT)
     for _ in range(3):
         with full(Path("/dev/shm")):
             await ground.wait_a_while(1, 3)
@@ -90,7 +92,7 @@ async def shared_memory_is_full(ground: Ground) -> None:
 @scenario()
 async def descriptors_run_out(ground: Ground) -> None:
     """In each process in turn: it goes on when there are some again, and what died of it was started again."""
-    ground.load.disturb(120, *SHORT)
+    ground.load.disturb(LONGEST_S, *SHORT)
     for role in ("supervisor", "envoy", "tritonserver", "adder", "job"):
         pid = ground.pid_of(role)
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -137,7 +139,7 @@ async def the_clock_jumps(ground: Ground) -> None:
 @scenario()
 async def processes_stand_still(ground: Ground) -> None:
     """Each in turn is stopped for some seconds, as on a machine that swaps: calls wait, and nothing is lost."""
-    ground.load.disturb(120)
+    ground.load.disturb(LONGEST_S)
     for role in ("envoy", "supervisor", "slow", "job"):
         pid = ground.pid_of(role)
         os.kill(pid, signal.SIGSTOP)

@@ -42,32 +42,6 @@ def test_an_exported_function_answers_on_the_server_as_in_python(
     assert result.as_numpy("count").ravel().tolist() == expected["count"].tolist()
 
 
-def test_an_exported_encoder_answers_texts_and_refuses_what_is_none(triton: Any, client: Any, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("tokenizers", reason="the text extra is not installed in this interpreter")
-    weights = write_encoder(tmp_path / "model")
-    name = triton.add(export_transformers(tmp_path / "model", tmp_path / "texts", [2], lengths=[8]).directory)
-
-    def ask(*texts: bytes, size: int | None = None) -> Any:
-        rows = np.array([list(text.ljust(80, b"\0")) for text in texts], np.uint8)
-        sizes = np.array([[len(text) if size is None else size] for text in texts], np.int32)
-        return client.infer(name, [input_tensor("texts", rows), input_tensor("text_lens", sizes)]).as_numpy("embedding")
-
-    ids = np.array([[2, 5, 6, 7, 8, 9, 10, 3], [2, 3, 0, 0, 0, 0, 0, 0]])  # "a man is eat ##ing food", nothing
-    mask = (ids != 0) | (np.arange(8) < 2)
-    expected = pooled(states_by_torch("bert", weights, ids, mask), mask, "mean", normalize=True)
-    np.testing.assert_allclose(ask(b"A man is eating food", b""), expected, atol=1e-5)
-    # What does not fit into eight tokens is cut.
-    np.testing.assert_allclose(ask(b"A man is eating food, bread and more bread!"), expected[:1], atol=1e-5)
-    with pytest.raises(InferenceServerException, match=r"input 'texts' is not UTF-8 text \(byte 2\)"):
-        ask(b"a \xff")
-    with pytest.raises(InferenceServerException, match="'text_lens' must be 0 to 80"):
-        ask(b"a", size=81)
-    with pytest.raises(InferenceServerException, match="batch"):
-        ask(b"a", b"man", b"is")
-    np.testing.assert_allclose(ask(b"A man is eating food"), expected[:1], atol=1e-5)
-
-
 def test_variants_and_hooks_answer_on_the_server_as_in_python(triton: Any, client: Any, tmp_path: Path) -> None:
     import jax.numpy as jnp
 
@@ -121,3 +95,29 @@ def test_an_exported_classifier_answers_on_the_server_as_in_python(triton: Any, 
     result = client.infer(name, [input_tensor("input", rows)])
     np.testing.assert_allclose(result.as_numpy("probabilities"), model.predict_proba(rows), rtol=1e-5, atol=1e-6)
     assert result.as_numpy("label").tolist() == model.predict(rows)[:, None].tolist()
+
+
+def test_an_exported_encoder_answers_texts_and_refuses_what_is_none(triton: Any, client: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tokenizers", reason="the text extra is not installed in this interpreter")
+    weights = write_encoder(tmp_path / "model")
+    name = triton.add(export_transformers(tmp_path / "model", tmp_path / "texts", [2], lengths=[8]).directory)
+
+    def ask(*texts: bytes, size: int | None = None) -> Any:
+        rows = np.array([list(text.ljust(80, b"\0")) for text in texts], np.uint8)
+        sizes = np.array([[len(text) if size is None else size] for text in texts], np.int32)
+        return client.infer(name, [input_tensor("texts", rows), input_tensor("text_lens", sizes)]).as_numpy("embedding")
+
+    ids = np.array([[2, 5, 6, 7, 8, 9, 10, 3], [2, 3, 0, 0, 0, 0, 0, 0]])  # "a man is eat ##ing food", nothing
+    mask = (ids != 0) | (np.arange(8) < 2)
+    expected = pooled(states_by_torch("bert", weights, ids, mask), mask, "mean", normalize=True)
+    np.testing.assert_allclose(ask(b"A man is eating food", b""), expected, atol=1e-5)
+    # What does not fit into eight tokens is cut.
+    np.testing.assert_allclose(ask(b"A man is eating food, bread and more bread!"), expected[:1], atol=1e-5)
+    with pytest.raises(InferenceServerException, match=r"input 'texts' is not UTF-8 text \(byte 2\)"):
+        ask(b"a \xff")
+    with pytest.raises(InferenceServerException, match="'text_lens' must be 0 to 80"):
+        ask(b"a", size=81)
+    with pytest.raises(InferenceServerException, match="batch"):
+        ask(b"a", b"man", b"is")
+    np.testing.assert_allclose(ask(b"A man is eating food"), expected[:1], atol=1e-5)

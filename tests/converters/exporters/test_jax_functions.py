@@ -390,6 +390,17 @@ def test_variants_that_are_no_other_shapes_of_one_model_are_refused(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_linear_algebra_is_served_and_told_to_need_a_reader_as_new(
+    tmp_path: Path, served: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    positive = X[:, :, None] * X[:, None] + np.eye(4, dtype=np.float32)
+    done = export_jax(lambda _, x: jnp.linalg.cholesky(x), None, positive, tmp_path / "root", batch_sizes=[3])
+    assert any("readers must be as new as this jax" in note for note in done.notes)
+    assert "failed to legalize" not in capfd.readouterr().err
+    (root,) = served(done.directory, positive).values()
+    np.testing.assert_allclose(root @ root.swapaxes(1, 2), positive, rtol=1e-4, atol=1e-5)
+
+
 def test_a_module_without_batch_sizes_takes_the_shapes_of_the_examples(tmp_path: Path) -> None:
     done = export_jax(lambda _, x, n: x[0] * n, None, (X, np.float32(3)), tmp_path / "fixed", batch_sizes=None)
     assert sorted(path.name for path in done.directory.glob("*.mlir")) == ["model.mlir"]

@@ -122,7 +122,7 @@ def test_integers_are_exact_at_every_batch_size_on_the_way_to_a_client(tmp_path:
     model, examples = of_integers()
     done = export_torch(model, examples, tmp_path / "network", [1, 3], provenance=None)
     assert done.batch_sizes == (1, 3)
-    for rows in (1, 2, 3):
+    for rows in done.batch_sizes:
         inputs = [example.flip(0)[:rows] for example in examples]
         for got, want in zip(served(done.directory, *inputs).values(), expected(model, *inputs), strict=True):
             assert got.dtype == want.dtype
