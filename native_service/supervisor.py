@@ -30,6 +30,7 @@ from native_service.operation.status import Status
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Settings
 from native_service.telemetry.exposition import Loads
+from native_service.telemetry.failures import LostProcesses
 from native_service.telemetry.recent_failures import RecentFailures
 from native_service.triton import embedded as embedded_triton
 from native_service.triton.addresses import SOCKET_SUFFIX
@@ -167,6 +168,7 @@ async def _start(
     ending.push_async_callback(channel.stop)
     await channel.start()
     catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
+    ending.enter_context(LostProcesses(catalogue.end_given_up))
     # Sources that may change while they are served must not be shared with what runs.
     link = not (options.watch or server.allow_model_control)
 

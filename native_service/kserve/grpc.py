@@ -24,7 +24,7 @@ from native_service.nereid.script_calls import ScriptCalls
 from native_service.telemetry.calls import Call, short_id
 from native_service.telemetry.exposition import own_version
 from native_service.telemetry.failures import ASSISTED, STREAM
-from native_service.triton.errors import canonical
+from native_service.triton.errors import status_of
 from nereid_backend.dtypes import BYTES
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, NotOffered, short_repr
 from nereid_backend.spec import ModelSpec
@@ -253,7 +253,7 @@ class KServeService:
                 except NereidError as error:
                     answer = pb.ModelStreamInferResponse(error_message=shown(error))
                 except grpc.aio.AioRpcError as error:
-                    _, text = canonical(error.code().name, error.details() or "Triton gave no reason")
+                    _, text = status_of(error)
                     answer = pb.ModelStreamInferResponse(error_message=text)
                 else:
                     answer = pb.ModelStreamInferResponse(infer_response=response)

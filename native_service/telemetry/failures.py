@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import grpc
 
+from native_service.envoy.scripts import PROCESS_DIED
 from native_service.envoy.settings import OWN_CLUSTERS, model_of_cluster
 from nereid_backend.errors import short_repr
 
@@ -73,8 +75,28 @@ def tell(failure: Failure, error: BaseException | None = None) -> None:
         duration_ms,
         text,
         exc_info=error,
-        extra={"fields": fields, "kind": f"{failure.code} on {failure.surface}"},
+        extra={"fields": fields, "kind": f"{failure.code} on {failure.surface}", "failure": failure},
     )
+
+
+class LostProcesses(logging.Handler):
+    """Tells ``lost`` at once of each model of which Triton has said that a process of it does not answer."""
+
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._lost = lost
+
+    def __enter__(self) -> LostProcesses:
+        _LOG.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOG.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        failure: Failure | None = getattr(record, "failure", None)
+        if failure is not None and failure.text == PROCESS_DIED:
+            self._lost(failure.model)
 
 
 def of_envoy(line: str) -> Failure | None:

@@ -29,7 +29,7 @@ def load_failure(text: str) -> str:
     return without_paths(" ".join(line for line in lines if line))[:_LONGEST] or "Triton gave no reason"
 
 
-def canonical(code: str, text: str) -> tuple[str, str]:
+def _canonical(code: str, text: str) -> tuple[str, str]:
     """The name of the code and the text that an error of a model is meant to have; Triton lacks some codes."""
     told = split_code(text)
     return told if told and told[0] in grpc.StatusCode.__members__ else (code, text)
@@ -45,7 +45,7 @@ def status_of(error: NereidError | grpc.aio.AioRpcError) -> tuple[str, str]:
         return "UNAVAILABLE", PROCESS_DIED
     if _NOT_LOADED.search(text):
         return "UNAVAILABLE", "the model is being loaded again, retry later"
-    return canonical(error.code().name, text)
+    return _canonical(error.code().name, text)
 
 
 def without_paths(text: str) -> str:

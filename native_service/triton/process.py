@@ -233,6 +233,12 @@ class TritonServer:
         stubs.kill(hung)
         return [*hung.values()]
 
+    def kill_processes(self, model: str) -> list[int]:
+        """Kill the processes of ``model`` that live; their ids."""
+        pids = self._record.processes_of(model)
+        stubs.kill(pids)
+        return pids
+
     def find_lost(self) -> frozenset[str]:
         """The dead that no load brings back: an earlier one still hangs."""
         return frozenset(self._stuck) & self.find_dead()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from live import Live, live, stubs
 from serving import chunk, meta, raw_infer
 from tritonclient.grpc import service_pb2
 
+from native_service.envoy.scripts import PROCESS_DIED
 from native_service.proto import inference_pb2 as pb
 
 pytestmark = pytest.mark.triton
@@ -164,3 +167,19 @@ def test_a_process_that_hangs_in_a_run_is_replaced_and_no_other_model_notices(sl
         sleepers.live.until(lambda: not processes & stubs(sleepers.live.served, "limited"))
         sleepers.live.until(lambda: sleepers.ask("unary", "limited", 0) == "OK")
         assert other.result() == "OK"  # it has no limit: a long run is what it is for
+
+
+@pytest.mark.parametrize("surface", ["unary", "stream"])
+def test_a_process_that_stands_still_in_a_call_answers_no_other(sleepers: Sleepers, surface: str) -> None:
+    """Triton gives it up after a second or so; gone on with, it would answer the next call with this one's result."""
+    name = 9000 + ["unary", "stream"].index(surface)
+    processes = stubs(sleepers.live.served, "free")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(sleepers.ask, surface, "free", 1, name=name)
+        sleepers.live.until(lambda: str(name) in sleepers.ran())
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        ended = waiting.result()
+        assert ended in ("UNAVAILABLE", PROCESS_DIED)
+    sleepers.live.until(lambda: not processes & stubs(sleepers.live.served, "free"))
+    sleepers.live.until(lambda: sleepers.ask("unary", "free", 0) == "OK")
