@@ -12,7 +12,7 @@ BOTH_NUMPYS := tests/nereid_backend/test_on_triton.py tests/nereid_backend/test_
 	tests/nereid_backend/test_hooks_on_triton.py tests/nereid_backend/test_pipeline.py \
 	tests/converters/test_bundles_on_triton.py
 # Servers under load, whose memory or times are looked at: nothing runs beside them.
-ALONE := tests/native_service/test_limits.py tests/native_service/test_soak.py
+ALONE := tests/native_service/test_limits.py tests/native_service/test_soak.py tests/torture/test_torture.py
 # Half of a test's time is waiting for servers. The tests of a file share theirs, so they stay together.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
