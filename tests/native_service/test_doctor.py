@@ -200,6 +200,8 @@ def test_what_a_dead_run_left_is_told_and_a_living_one_is_left_alone(cache: Path
         region.touch()
     try:
         assert leftovers(cache) == ([], [])
+        dead._afterwards.kill()  # or it would clear what is left
+        dead._afterwards.wait()
         os.close(dead._lease)  # as the kernel does when its process ends
         dead._lease = None
         assert leftovers(cache) == ([dead.path.name], [regions[1].name])
