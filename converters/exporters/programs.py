@@ -186,6 +186,8 @@ def _trials(source: ProgramSource, sizes: Sequence[int | None], variant: Variant
 def _check_weights(sources: Sequence[ProgramSource]) -> None:
     first = sources[0].weights
     for source in sources[1:]:
+        if source.weights is first:
+            continue
         same = list(first) == list(source.weights) and all(
             a is b or (a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
             for a, b in zip(first.values(), source.weights.values(), strict=True)
