@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +179,6 @@ class Terms:
 
     models: str = ""  # what is added to the settings of further models
     most_mib: int = 1500
-    environment: Mapping[str, str] | None = None
     exit_code: int = 0
 
 
@@ -197,9 +196,7 @@ async def standing(folder: Path, seed: int, terms: Terms, prepare: Callable[[Pat
         (cache_folder() / name).mkdir(mode=0o700, exist_ok=True)
         (cache / name).symlink_to(cache_folder() / name)
     settings = write_models(folder, terms.models)
-    own = {"NEREID_CACHE_DIR": str(cache), "TMPDIR": str(folder / "tmp"), **(terms.environment or {})}
-    if clock := own.get("FAKETIME_TIMESTAMP_FILE"):
-        own["FAKETIME_TIMESTAMP_FILE"] = str(folder / clock)
+    own = {"NEREID_CACHE_DIR": str(cache), "TMPDIR": str(folder / "tmp")}
     served = await asyncio.to_thread(
         lambda: Served(folder, "--config", str(settings), log=folder / "log", environment=own)
     )

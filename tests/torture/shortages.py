@@ -1,10 +1,9 @@
-"""What runs out under load: the disk, shared memory, descriptors; and a clock that jumps."""
+"""What runs out under load: the disk, shared memory, descriptors; and processes that stand still."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import resource
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-from ground import Ground, Impossible, Missed, Terms
+from ground import Ground, Impossible, Missed
 from scenarios import scenario
 from serving import write_adder
 
@@ -105,35 +104,6 @@ async def descriptors_run_out(ground: Ground) -> None:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         await ground.recovers(within_s=120)
-
-
-def _faked_clock() -> dict[str, str]:
-    found = importlib.util.find_spec("libfaketime")
-    if found is None or found.origin is None:
-        return {}
-    library = Path(found.origin).with_name("vendor") / "libfaketime" / "src" / "libfaketime.so.1"
-    own = {"LD_PRELOAD": str(library), "FAKETIME_CACHE_DURATION": "1", "DONT_FAKE_MONOTONIC": "1"}
-    return {**own, "FAKETIME_TIMESTAMP_FILE": "clock", "FAKETIME_NO_CACHE": "1"}
-
-
-def a_clock(folder: Path) -> None:
-    if not _faked_clock():
-        raise Impossible("needs libfaketime: pip install libfaketime")
-    (folder / "clock").write_text("+0")
-
-
-@scenario(Terms(environment=_faked_clock()), prepare=a_clock)
-async def the_clock_jumps(ground: Ground) -> None:
-    """The time of day jumps by hours, back and forth: no call ends for it and no process is taken for hung."""
-    before = ground.served.descendants()
-    for jump in ("+3h", "-2d", "+400d", "+0"):
-        (ground.folder / "clock.new").write_text(jump)
-        (ground.folder / "clock.new").rename(ground.folder / "clock")
-        await ground.wait_a_while(2, 4)
-        await ground.recovers()
-    for role in ("envoy", "tritonserver", "adder", "slow", "large", "job"):
-        if ground.pid_of(role) not in before:
-            raise Missed(f"{role} was started again")
 
 
 @scenario()
