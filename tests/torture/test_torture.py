@@ -37,14 +37,14 @@ def test_the_table_of_the_readme_has_a_row_for_each_result(run: Any, tmp_path: P
     results = [
         run.Result("envoy_is_killed", recovery_s=1.25, peak_mib=300),
         run.Result("the_disk_is_full", problem="it ended"),
-        run.Result("the_clock_jumps", skipped="no clock"),
+        run.Result("shared_memory_is_full", skipped="no room"),
     ]
     for _ in range(2):
         run.write_table(results, 7)
     text = run.README.read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert [(name, holds) for name, _, holds, *_ in rows[2:]] == [
-        ("envoy is killed", "yes"), ("the disk is full", "**no**: it ended"), ("the clock jumps", "not run: no clock"),
+        ("envoy is killed", "yes"), ("the disk is full", "**no**: it ended"), ("shared memory is full", "not run: no room"),
     ]  # fmt: skip
     assert text.startswith("before\n")
     assert text.endswith("after\n")
