@@ -59,7 +59,7 @@ SECONDS_OF_LOAD ?= 600
 soak: $(VENV)/.test
 	$(BIN)/python tests/soak.py --seconds $(SECONDS_OF_LOAD)
 
-# Half an hour: a server of its own for each scenario. SCENARIOS="the_disk_is_full the_clock_jumps" for some, SEED=7 for others.
+# Half an hour: a server of its own for each scenario. SCENARIOS="the_disk_is_full envoy_is_killed" for some, SEED=7 for others.
 SCENARIOS ?=
 SEED ?= 1
 

@@ -44,8 +44,10 @@ def test_the_table_of_the_readme_has_a_row_for_each_result(run: Any, tmp_path: P
     text = run.README.read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert [(name, holds) for name, _, holds, *_ in rows[2:]] == [
-        ("envoy is killed", "yes"), ("the disk is full", "**no**: it ended"), ("shared memory is full", "not run: no room"),
-    ]  # fmt: skip
+        ("envoy is killed", "yes"),
+        ("the disk is full", "**no**: it ended"),
+        ("shared memory is full", "not run: no room"),
+    ]
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "stale" not in text
