@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -91,8 +91,6 @@ def command(
     A SOURCE that is none of these itself stands for the models directly below it.
     """
     from converters.conversions import Conversions, Outcome
-    from converters.convert import model_name
-    from converters.discover import calls_of
 
     if backpressure == "triton":
         queue_capacity = queue_capacity or DEFAULT_CAPACITY
@@ -103,13 +101,7 @@ def command(
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for log in (_LOG, logging.getLogger("nereid.environments")):  # a build takes minutes
         log.setLevel(logging.INFO)
-    found = [model for source in sources for model in _found(source)]
-    found.sort(key=lambda model: calls_of(model) is not None)  # a meta model needs its callees in the repository
-    if name is not None and len(found) != 1:
-        raise click.UsageError(f"--name needs exactly one model, found {len(found)}")
-    names = [model_name(model) for model in found]
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise click.UsageError(f"several models would be called {min(repeated)!r}; convert them apart with --name")
+    found = _models(sources, name)
     options = {
         "name": name,
         "device": device,
@@ -139,6 +131,21 @@ def command(
         sys.exit(1)
     if not accepted:
         sys.exit(1)
+
+
+def _models(sources: Sequence[Path], name: str | None) -> list[Path]:
+    """Each model of ``sources``, meta models last: they need their callees in the repository. Raises UsageError."""
+    from converters.convert import model_name
+    from converters.discover import calls_of
+
+    found = [model for source in sources for model in _found(source)]
+    found.sort(key=lambda model: calls_of(model) is not None)
+    if name is not None and len(found) != 1:
+        raise click.UsageError(f"--name needs exactly one model, found {len(found)}")
+    names = [model_name(model) for model in found]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise click.UsageError(f"several models would be called {min(repeated)!r}; convert them apart with --name")
+    return found
 
 
 @click.command(name="check")

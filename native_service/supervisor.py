@@ -161,9 +161,7 @@ async def _start(
         return asdict(await reload.run())
 
     channel = ControlChannel(
-        run,
-        questions={"/status": status.server, "/models": status.models},
-        orders={"/reload": order_reload},
+        run, questions={"/status": status.server, "/models": status.models}, orders={"/reload": order_reload}
     )
     ending.push_async_callback(channel.stop)
     await channel.start()
@@ -190,15 +188,20 @@ async def _start(
         ending.push_async_callback(probes.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
-        following = asyncio.create_task(control.follow(options.reread))
-        following.add_done_callback(_report_failure)
-        ending.callback(following.cancel)
+        ending.callback(_following(control, options).cancel)
     where, names = triton.addresses, tuple(catalogue.models)
     endpoints = Endpoints(public, front.http, front.http_infer, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
     reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
     hangup.will(reload.run)
     return endpoints, Watchdog(catalogue, control, triton), front
+
+
+def _following(control: ModelControl, options: Options) -> asyncio.Task[None]:
+    """What follows the changes of the folder and of the list, until it is cancelled."""
+    following = asyncio.create_task(control.follow(options.reread))
+    following.add_done_callback(_report_failure)
+    return following
 
 
 def _triton(install: TritonInstall, run: RunDirectory) -> TritonServer:
