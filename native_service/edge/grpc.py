@@ -131,7 +131,8 @@ class Told(NamedTuple):
 def told(error: NereidError | grpc.aio.AioRpcError) -> Told:
     """What a client gets of ``error``, ours or Triton's."""
     if isinstance(error, NereidError):
-        return Told(error.code, shown(error), str(RETRY_AFTER_S) if isinstance(error, ResourceExhausted) else None)
+        hint = str(error.retry_after_s or RETRY_AFTER_S) if isinstance(error, ResourceExhausted) else None
+        return Told(error.code, shown(error), hint)
     return Told(*status_of(error), next((value for key, value in _metadata_of(error) if key == _RETRY_AFTER), None))
 
 
