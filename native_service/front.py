@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from native_service.access import certificates
-from native_service.edge.grpc import Inference
+from native_service.edge.grpc import Inference, Residency
 from native_service.edge.local_channel import open_channel
 from native_service.edge.regions import Regions
 from native_service.envoy.access import OPEN, Access
-from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.admin import EnvoyAdmin, Traffic
 from native_service.envoy.process import EnvoyServer
-from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted, Place
 from native_service.kserve.grpc import KServeService, ModelControl
 from native_service.kserve.http import HttpInference
 from native_service.kserve.shared_memory import SharedMemory
@@ -39,9 +39,17 @@ _REQUESTS_AT_ONCE = 4
 class Front:
     """Opened once with ``start``; what it opened is undone by ``stop``, also after a failed start."""
 
-    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer, access: Access = OPEN) -> None:
-        """``access``: what protects the address."""
+    def __init__(
+        self,
+        envoy: Path,
+        run: RunDirectory,
+        triton: TritonServer,
+        access: Access = OPEN,
+        residency: Residency | None = None,
+    ) -> None:
+        """``access``: what protects the address; ``residency`` None: what is served is always in Triton."""
         self._program, self._run, self._triton, self._access = envoy, run, triton, access
+        self._residency = residency
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._inference: Inference | None = None
@@ -77,7 +85,8 @@ class Front:
         channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
-        inference.time_limits_s = _time_limits_s(models)
+        inference.time_limits_s, inference.idle = _time_limits_s(models), _idle(models)
+        inference.residency = self._residency
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
@@ -130,6 +139,10 @@ class Front:
         """Whether a call of every required model would be answered now."""
         return not self._lacks and await self.is_answering()
 
+    async def traffic(self) -> Mapping[str, Traffic]:
+        """The calls of each model, as Envoy counts them. Raises EnvoyUnavailable."""
+        return {} if self._envoy is None else await self._envoy.admin.traffic()
+
     async def counted(self) -> Counted:
         """What was counted since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
         if self._inference is None or self._native is None or self._scripts is None:
@@ -181,6 +194,7 @@ class Front:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
+        self._inference.idle = _idle(models)
         self._inference.time_limits_s = _time_limits_s(models)
         self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
@@ -237,6 +251,10 @@ class Front:
     async def stop(self) -> None:
         """Health first, then Envoy within a bound of ten seconds, then our server."""
         await self._ending.aclose()
+
+
+def _idle(models: Sequence[Admitted]) -> frozenset[str]:
+    return frozenset(model.spec.name for model in models if model.place is Place.IDLE)
 
 
 def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:

@@ -53,9 +53,13 @@ class NotFound(NereidError):
 
 
 class ResourceExhausted(NereidError):
-    """A limit of this server was reached; the same call may succeed later."""
+    """A limit of this server was reached; the same call may succeed later, in ``retry_after_s`` where that is known."""
 
     code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, text: str, retry_after_s: int | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 class OverLimit(NereidError):
@@ -191,6 +195,10 @@ class ModelUnavailable(NereidError):
     """A model that should answer is not there at the moment."""
 
     code = "UNAVAILABLE"
+
+
+class ModelLoading(ModelUnavailable):
+    """A model that is being loaded was not there in the time that the call had."""
 
 
 class Unplanned(NereidError):
