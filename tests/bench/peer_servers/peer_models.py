@@ -102,8 +102,8 @@ def encoder():
             shape = (rows[name.split(".")[1].split("_")[0]], width)
         else:
             out, into = (inner, width) if ".intermediate." in name else (width, width)
-            into = inner if name.startswith("encoder") and ".output.dense" in name and "attention" not in name else into
-            shape = (out, into) if name.endswith("weight") else (out,)
+            into = inner if ".output.dense" in name and "attention" not in name else into
+            shape = (into, out) if config.is_linear(name) else (out,)
         return (chance.standard_normal(shape) * 0.02).astype(np.float32)
 
     def embed(params, ids):
