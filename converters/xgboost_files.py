@@ -128,6 +128,8 @@ def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE, *, predictio
     model = _convert(onnxmltools, served, source.name, source.objective)
     session = by_onnx.session_of(model)
     present = {output.name for output in session.get_outputs()}
+    outputs: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
     outputs = {"probabilities": "probabilities", "label": "label"} if "label" in present else {"variable": "output"}
     rows = source.sample(np.random.default_rng(0))
     by_name = source.predictions(outputs.values(), rows)
@@ -142,7 +144,7 @@ def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE, *, predictio
 
 def _prediction(
     graph: Any, objective: str, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+) -> tuple[Mapping[str, str], Mapping[str, tuple[int, ...]]]:
     """The output of a classifier's ``graph`` that is XGBoost's prediction, added to it where there is none; its shape.
 
     That is the class for multi:softmax and the probability of the second one of two classes.
