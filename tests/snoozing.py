@@ -1,0 +1,115 @@
+"""``nereid serve`` as the unmodified SnoozeML SDK sees it, with a key of each role and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import snoozeml
+from serving import Served, alive
+
+RO, INF, ADM = KEYS = tuple(f"sk-{role}-{'7' * 32}" for role in ("ro", "inf", "adm"))
+"""Keys of the roles read_only, inference and admin."""
+JWT_SECRET = "fixture-secret"
+_ROLES = ("read_only", "inference", "admin")
+
+
+class Blocking:
+    """An ``AsyncSnoozeClient`` whose methods wait for their answers, so that a test is written once for both."""
+
+    def __init__(self, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._client = self._loop.run_until_complete(self._open(options))
+        self.models = _Blocked(self._client.models, self._loop)
+
+    @staticmethod
+    async def _open(options: dict[str, Any]) -> Any:
+        return snoozeml.AsyncSnoozeClient(**options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Blocked(self._client, self._loop), name)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.close())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+
+class _Blocked:
+    def __init__(self, of: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._of, self._loop = of, loop
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._of, name)
+        return lambda *args, **options: self._loop.run_until_complete(call(*args, **options))
+
+
+class Snoozing:
+    """The running server and the clients that a test opens; ``kind`` of those is ``sync`` or ``async``."""
+
+    def __init__(self, served: Served, models: Path) -> None:
+        self.served, self.models = served, models
+        self._clients: list[Any] = []
+
+    @property
+    def address(self) -> str:
+        """Of gRPC."""
+        return str(self.served.state["address"])
+
+    def client(self, key: str | None = ADM, *, kind: str = "sync", **options: Any) -> Any:
+        """The SDK's client with ``key``, over gRPC unless ``use_grpc`` says otherwise; it is closed at the end."""
+        rest = self.served.state.get("rest")
+        known = {"grpc_endpoint": self.address, "use_grpc": True, "api_key": key}
+        if rest is not None:
+            known["http_endpoint"] = f"http://{rest}"
+        client = (snoozeml.SnoozeClient if kind == "sync" else Blocking)(**{**known, **options})
+        self._clients.append(client)
+        return client
+
+    def close_clients(self) -> None:
+        while self._clients:
+            self._clients.pop().close()
+
+
+@contextmanager
+def snoozing(
+    folder: Path,
+    models: Mapping[str, Mapping[str, Any]],
+    *,
+    server: Mapping[str, Any] | None = None,
+    make: Callable[[Path], None] | None = None,
+) -> Iterator[Snoozing]:
+    """A server of ``models``: by name, what their entries have beside a device and 64 places for calls.
+
+    ``make`` writes their files into a folder. ``server`` is what that section has beside addresses and keys.
+    """
+    (folder / "models").mkdir()
+    if make is not None:
+        make(folder / "models")
+    (folder / "jwt").write_text(JWT_SECRET)
+    keys = [
+        {"name": role, "role": role, "sha256": hashlib.sha256(key.encode()).hexdigest()}
+        for role, key in zip(_ROLES, KEYS, strict=True)
+    ]
+    auth = {"keys": keys, "jwt": {"secret_file": "jwt"}}
+    settings = {
+        "server": {"bind_addr": "127.0.0.1:0", "ml_backends_path": "models", "auth": auth, **(server or {})},
+        "models": [{"name": name, "device": "cpu", "queue_capacity": 64, **more} for name, more in models.items()],
+    }
+    (folder / "nereid.yaml").write_text(json.dumps(settings))  # which is YAML, too
+    served = Served(folder, "--config", str(folder / "nereid.yaml"), log=folder / "log")
+    running = Snoozing(served, folder / "models")
+    try:
+        yield running
+    finally:
+        running.close_clients()
+        processes = served.descendants()
+        code, output = served.end()
+        print(output)
+    assert (code, alive(processes)) == (0, set())
+    assert not [key for key in (*KEYS, JWT_SECRET) if key in output]
