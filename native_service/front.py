@@ -48,6 +48,7 @@ class Front:
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService, NereidService] | tuple[()] = ()
         self._native: NereidService | None = None
+        self._memory: SharedMemory | None = None
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
@@ -81,8 +82,9 @@ class Front:
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
-        memory = SharedMemory(self._triton.channel, self._triton.key) if server.allow_shared_memory else None
-        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, memory)
+        if server.allow_shared_memory:
+            self._memory = SharedMemory(self._triton.channel, self._triton.key)
+        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, self._memory)
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
@@ -121,6 +123,11 @@ class Front:
         # The first thing at the end: probes learn of it while calls are still taken.
         self._ending.callback(service.set_serving, False)
         return bound
+
+    async def restore_regions(self) -> None:
+        """Tell a Triton that has been started again of the shared memory that clients have registered."""
+        if self._memory is not None:
+            await self._memory.restore()
 
     async def is_answering(self) -> bool:
         """Whether the address is open and Triton behind it answers."""

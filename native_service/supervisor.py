@@ -194,7 +194,7 @@ async def _start(
     status.opened(front, endpoints.addresses)
     reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
     hangup.will(reload.run)
-    return endpoints, Watchdog(catalogue, control, triton), front
+    return endpoints, Watchdog(catalogue, control, triton, front.restore_regions), front
 
 
 def _following(control: ModelControl, options: Options) -> asyncio.Task[None]:
