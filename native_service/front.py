@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from native_service.access import certificates
-from native_service.edge.grpc import Inference
+from native_service.edge.grpc import Inference, Residency
 from native_service.edge.local_channel import open_channel
 from native_service.edge.regions import Regions
 from native_service.envoy.access import OPEN, Access
-from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.admin import EnvoyAdmin, Traffic
 from native_service.envoy.process import EnvoyServer
-from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted
+from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted, Place
 from native_service.kserve.grpc import KServeService, ModelControl
 from native_service.kserve.http import HttpInference
 from native_service.kserve.shared_memory import SharedMemory
@@ -41,9 +41,17 @@ _REQUESTS_AT_ONCE = 4
 class Front:
     """Opened once with ``start``; what it opened is undone by ``stop``, also after a failed start."""
 
-    def __init__(self, envoy: Path, run: RunDirectory, triton: TritonServer, access: Access = OPEN) -> None:
-        """``access``: what protects the address."""
+    def __init__(
+        self,
+        envoy: Path,
+        run: RunDirectory,
+        triton: TritonServer,
+        access: Access = OPEN,
+        residency: Residency | None = None,
+    ) -> None:
+        """``access``: what protects the address; ``residency`` None: what is served is always in Triton."""
         self._program, self._run, self._triton, self._access = envoy, run, triton, access
+        self._residency = residency
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._inference: Inference | None = None
@@ -52,6 +60,7 @@ class Front:
         self._native: NereidService | None = None
         self.snooze: SnoozeInference | None = None
         """What runs models for SnoozeML's clients; None before the start."""
+        self._memory: SharedMemory | None = None
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
@@ -81,12 +90,14 @@ class Front:
         channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
-        inference.time_limits_s = _time_limits_s(models)
+        inference.time_limits_s, inference.idle = _time_limits_s(models), _idle(models)
+        inference.residency = self._residency
         self._scripts = scripts = ScriptCalls(inference)
         await scripts.start(self._run.short_path)
         self._ending.push_async_callback(scripts.stop)
-        memory = SharedMemory(self._triton.channel, self._triton.key) if server.allow_shared_memory else None
-        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, memory)
+        if server.allow_shared_memory:
+            self._memory = SharedMemory(self._triton.channel, self._triton.key)
+        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, self._memory)
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
@@ -130,6 +141,11 @@ class Front:
         self._ending.callback(service.set_serving, False)
         return bound
 
+    async def restore_regions(self) -> None:
+        """Tell a Triton that has been started again of the shared memory that clients have registered."""
+        if self._memory is not None:
+            await self._memory.restore()
+
     async def is_answering(self) -> bool:
         """Whether the address is open and Triton behind it answers."""
         return self._envoy is not None and await self._envoy.admin.is_ready() and await self._triton.is_ready()
@@ -137,6 +153,10 @@ class Front:
     async def is_ready(self) -> bool:
         """Whether a call of every required model would be answered now."""
         return not self._lacks and await self.is_answering()
+
+    async def traffic(self) -> Mapping[str, Traffic]:
+        """The calls of each model, as Envoy counts them. Raises EnvoyUnavailable."""
+        return {} if self._envoy is None else await self._envoy.admin.traffic()
 
     async def counted(self) -> Counted:
         """What was counted since the start, also over restarts of Envoy. Raises EnvoyUnavailable."""
@@ -189,6 +209,7 @@ class Front:
             raise RuntimeError("the front has not been started")
         specs = [model.spec for model in models]
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
+        self._inference.idle = _idle(models)
         self._inference.time_limits_s = _time_limits_s(models)
         if self.snooze is not None:
             self.snooze.capacities = _capacities(models)
@@ -251,6 +272,10 @@ class Front:
 
 def _capacities(models: Sequence[Admitted]) -> dict[str, int]:
     return {model.spec.name: model.capacity for model in models}
+
+
+def _idle(models: Sequence[Admitted]) -> frozenset[str]:
+    return frozenset(model.spec.name for model in models if model.place is Place.IDLE)
 
 
 def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from native_service.front import Front
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl
 from native_service.models.conversion import Converter
+from native_service.models.residency import Residency
 from native_service.operation import preflight
 from native_service.operation.control_channel import ControlChannel
 from native_service.operation.hangup import Hangup
@@ -173,15 +174,19 @@ async def _start(
     def new_converter() -> Converter:
         return Converter(run.environment, catalogue.load_timeout_s, link=link)
 
-    control = ModelControl(settings, catalogue, new_converter, lenient=options.watch)
+    residency = Residency(catalogue, server.residency)
+    ending.push_async_callback(residency.stop)
+    control = ModelControl(settings, catalogue, residency, new_converter, lenient=options.watch)
     status.preparing(catalogue, control)
     converted = await control.convert()
     ending.push_async_callback(triton.stop)
     await triton.start()
     await control.load_converted(converted)
-    front = Front(envoy, run, triton, access)
+    front = Front(envoy, run, triton, access, residency)
     ending.push_async_callback(front.stop)
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
+    residency.open(front.traffic)
+    ending.callback(asyncio.create_task(residency.sweep()).cancel)
     if front.http is not None:
         probes = _probes(run, triton, catalogue, control, front)
         await probes.start()
@@ -194,7 +199,7 @@ async def _start(
     status.opened(front, endpoints.addresses)
     reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
     hangup.will(reload.run)
-    return endpoints, Watchdog(catalogue, control, triton), front
+    return endpoints, Watchdog(catalogue, control, triton, front.restore_regions), front
 
 
 def _following(control: ModelControl, options: Options) -> asyncio.Task[None]:

@@ -132,14 +132,15 @@ def _modules(folder: Path) -> list[dict[str, str]]:
 class StoredWeights(Mapping[str, Array]):
     """Weights by name, read from the file when they are asked for, so that a model is never twice in memory."""
 
-    def __init__(self, path: Path, stored: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, stored: Mapping[str, str], config: EncoderConfig) -> None:
         """``stored``: the name in the file of each."""
-        self._path, self._stored = path, stored
+        self._path, self._stored, self._config = path, stored, config
 
     def __getitem__(self, name: str) -> Array:
-        """C-contiguous and aligned, the caller's own. Raises WeightsError."""
+        """As ``encode`` wants it, C-contiguous and aligned, the caller's own. Raises WeightsError."""
         with safetensors.opened(self._path) as file:
-            return file.tensor(self._stored[name])
+            found = file.tensor(self._stored[name])
+        return np.ascontiguousarray(found.T) if self._config.is_linear(name) else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -181,7 +182,7 @@ def read_weights(folder: Path) -> tuple[EncoderConfig, StoredWeights]:
         if entry.dtype.numpy != np.float32:
             raise ExportError(f"weight {name!r} is {entry.dtype.token}, expected f32; save model.float() instead")
     _check_shapes({name: entry.shape for name, entry in found.items()}, config)
-    return config, StoredWeights(path, {name: there[name] for name in names})
+    return config, StoredWeights(path, {name: there[name] for name in names}, config)
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], config: EncoderConfig) -> None:

@@ -22,7 +22,7 @@ from native_service.bench.progress import Progress
 from native_service.bench.report import Circumstances
 from native_service.bench.scan import Callers, Measurement, Plan, Point
 from native_service.bench.target import Target
-from native_service.client.files import DEFAULT_ADDRESS, FileProblem, address_of, given, read
+from native_service.client.files import DEFAULT_ADDRESS, FileProblem, address_of, certificate_option, given, read
 
 _FAILED, _INTERRUPTED = 1, 130
 _CLIENTS = (1, 8, 32)
@@ -37,6 +37,7 @@ _SECONDS = click.FloatRange(min=0.01, max=86400)
 @click.option("--state", type=click.Path(path_type=Path), help="The state file of the server, instead of --address.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="A file that holds an API key or a token.")
 @click.option("--ca", type=click.Path(path_type=Path), help="Certificates to trust (PEM); the connection is TLS.")
+@certificate_option
 @click.option("--protocol", type=click.Choice(PROTOCOLS), default=KSERVE, help="ModelInfer (default) or Checkpoint.")
 @click.option(
     "--concurrency",
@@ -119,7 +120,7 @@ def bench(name: str, address: str | None, state: Path | None, outputs: tuple[Pat
     if asked["concurrency"] and asked["rate"]:
         raise click.UsageError("--concurrency and --rate exclude each other")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    endpoint = _endpoint(address or address_of(state), asked["key_file"], asked["ca"])
+    endpoint = _endpoint(address or address_of(state), asked["key_file"], asked["ca"], asked["certificate"])
     try:
         with Connection(endpoint) as connection:
             arrays = given(asked["inputs"])
@@ -166,9 +167,10 @@ def _scan(
     return report.COMPLETE
 
 
-def _endpoint(address: str, key_file: Path | None, ca: Path | None) -> Endpoint:
+def _endpoint(address: str, key_file: Path | None, ca: Path | None, certificate: tuple[Path, Path] | None) -> Endpoint:
     key = None if key_file is None else read(key_file).decode(errors="replace").strip()
-    return Endpoint(address, key, None if ca is None else read(ca))
+    own = None if certificate is None else (read(certificate[0]), read(certificate[1]))
+    return Endpoint(address, key, None if ca is None else read(ca), own)
 
 
 def _points(asked: dict[str, Any]) -> list[Point]:

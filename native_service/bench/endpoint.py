@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -31,15 +30,15 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where calls go to, and what they carry. ``ca``: PEM to trust; with it the connection is TLS."""
+    """Where calls go to, and what they carry.
+
+    ``ca``: PEM to trust; ``certificate``: PEM of the caller's own and of its key. Either means TLS.
+    """
 
     address: str
     key: str | None = field(default=None, repr=False)
     ca: bytes | None = field(default=None, repr=False)
-
-    @classmethod
-    def of_files(cls, address: str, key: str | None, ca: Path | None) -> Self:
-        return cls(address, key, None if ca is None else ca.read_bytes())
+    certificate: tuple[bytes, bytes] | None = field(default=None, repr=False)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -47,9 +46,11 @@ class Endpoint:
 
     def channel(self, library: Any = grpc) -> Any:
         """A connection, of gRPC's synchronous library or of ``grpc.aio``; opened by its first call."""
-        if self.ca is None:
+        if self.ca is None and self.certificate is None:
             return library.insecure_channel(self.address, options=_OPTIONS)
-        return library.secure_channel(self.address, grpc.ssl_channel_credentials(self.ca), options=_OPTIONS)
+        own, secret = self.certificate or (None, None)
+        credentials = grpc.ssl_channel_credentials(self.ca, secret, own)
+        return library.secure_channel(self.address, credentials, options=_OPTIONS)
 
 
 class Connection:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -15,6 +15,7 @@ from nereid_backend.errors import NereidError
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _STDIN = "-"
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class FileProblem(NereidError):
@@ -30,6 +31,16 @@ def address_of(state: Path | None) -> str:
         return str(json.loads(read(state))["address"])
     except (ValueError, KeyError, TypeError):
         raise FileProblem(f"{state}: is not the state file of a server") from None
+
+
+def certificate_option(command: _Command) -> _Command:
+    """The option ``--certificate CERT KEY``, whose files are there."""
+    return click.option(
+        "--certificate",
+        type=(click.Path(path_type=Path, exists=True), click.Path(path_type=Path, exists=True)),
+        metavar="CERT KEY",
+        help="This client's own certificate and its key (PEM), for servers that ask for one.",
+    )(command)
 
 
 def given(inputs: Sequence[str]) -> Any:

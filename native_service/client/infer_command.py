@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from native_service.client.errors import CallFailed, ProgramFailed, UnknownModel
-from native_service.client.files import DEFAULT_ADDRESS, FileProblem, address_of, given, read
+from native_service.client.files import DEFAULT_ADDRESS, FileProblem, address_of, certificate_option, given, read
 
 if TYPE_CHECKING:
     from native_service.client import Client
@@ -35,6 +35,7 @@ _FAILED, _INTERRUPTED = 1, 130
 @click.option("--state", type=click.Path(path_type=Path), help="The state file of the server, instead of --address.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="A file that holds an API key or a token.")
 @click.option("--ca", type=click.Path(path_type=Path), help="Certificates to trust (PEM); the connection is TLS.")
+@certificate_option
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds to wait at most.")
 def infer(
     name: str,
@@ -44,6 +45,7 @@ def infer(
     state: Path | None,
     key_file: Path | None,
     ca: Path | None,
+    certificate: tuple[Path, Path] | None,
     timeout_s: float | None,
 ) -> None:
     """Run the model NAME of a running server.
@@ -63,7 +65,7 @@ def infer(
     if ca is not None:
         read(ca)  # told like any other file that is not there
     try:
-        with Client(address or address_of(state), key=key, ca=ca) as client:
+        with Client(address or address_of(state), key=key, ca=ca, certificate=certificate) as client:
             outputs = _run(client, name, arrays, timeout_s)
     except KeyboardInterrupt:
         click.echo("interrupted; the call was cancelled", err=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -35,6 +36,18 @@ _CODINGS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
 _LONGEST_TEXT = 500
 # Triton 2.51 can crash on a deadline that passes while the request is being set up.
 _SHORTEST_DEADLINE_S = 0.010
+# Of the time a call has.
+_FOR_THE_ANSWER = 0.1
+
+
+class Residency(Protocol):
+    """Which models are in Triton."""
+
+    def using(self, name: str, budget_s: float | None) -> AbstractAsyncContextManager[None]:
+        """While inside, the model ``name`` is in Triton: loaded first where it is not, and not unloaded.
+
+        Raises NereidError when it cannot be within ``budget_s`` seconds.
+        """
 
 
 class Inference:
@@ -47,6 +60,9 @@ class Inference:
         self.half_sent = HalfSent()
         self.away: Collection[str] = ()
         """The models whose calls cannot run at the moment."""
+        self.idle: Collection[str] = ()
+        """The models whose calls have them loaded first."""
+        self.residency: Residency | None = None
         self.time_limits_s: Mapping[str, float] = {}
         """Longest call of the models that have a limit."""
         method = "/inference.GRPCInferenceService/ModelInfer"
@@ -70,13 +86,33 @@ class Inference:
         return answer
 
     async def _within_time(self, model: str, infer: Any, request: Any, context: Any) -> Any:
+        if self.residency is None:
+            return await self._infer_within(model, infer, request, context, waited_s=0)
+        begun = time.monotonic()
+        async with AsyncExitStack() as using:
+            try:
+                await using.enter_async_context(self.residency.using(model, self._patience_s(model, context)))
+            except NereidError as error:
+                self.refusals.add(model, error)
+                raise
+            return await self._infer_within(model, infer, request, context, waited_s=time.monotonic() - begun)
+
+    def _patience_s(self, model: str, context: Any) -> float | None:
+        """How long a call may wait for its model; its answer still has to get to the client in time."""
         left, limit = self._time_left(model, context), self.time_limits_s.get(model)
+        bounds = [bound for bound in (limit, left) if bound is not None]
+        return min(bounds) * (1 - _FOR_THE_ANSWER) if bounds else None
+
+    async def _infer_within(self, model: str, infer: Any, request: Any, context: Any, waited_s: float) -> Any:
+        left, limit = self._time_left(model, context), self.time_limits_s.get(model)
+        limit = None if limit is None else max(limit - waited_s, _SHORTEST_DEADLINE_S)
         if limit is None or (left is not None and left <= limit):
             return await infer(request, timeout=left, metadata=_permit_of(model))
         try:
             return await infer(request, timeout=limit, metadata=_permit_of(model))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                limit = self.time_limits_s.get(model, limit)
                 raise TimeLimitExceeded(f"model {model!r} took longer than its time limit of {limit:g} s") from None
             raise
 
@@ -131,8 +167,9 @@ class Told(NamedTuple):
 def told(error: NereidError | grpc.aio.AioRpcError) -> Told:
     """What a client gets of ``error``, ours or Triton's."""
     if isinstance(error, NereidError):
-        hint = str(error.retry_after_s or RETRY_AFTER_S) if isinstance(error, ResourceExhausted) else None
-        return Told(error.code, shown(error), hint)
+        if isinstance(error, ResourceExhausted):
+            return Told(error.code, shown(error), str(error.retry_after_s or RETRY_AFTER_S))
+        return Told(error.code, shown(error))
     return Told(*status_of(error), next((value for key, value in _metadata_of(error) if key == _RETRY_AFTER), None))
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
@@ -18,11 +19,19 @@ from nereid_backend.errors import EnvoyUnavailable
 _TIMEOUT_S = 2.0
 _URL = "http://envoy"
 _ACTIVE = re.compile(r"^cluster\.(model_.*)\.upstream_rq_active$")
+_TRAFFIC = re.compile(r"^cluster\.(model_.*)\.upstream_rq_(active|total)$")
 _FAILED = re.compile(rf"^{FAILED_CALLS}\.cluster\.(model_.*)\.status\.(\d*)$")
 # Of calls from the public listener only: what comes from our service is internal (envoy_config).
 _TIME = re.compile(r"^cluster\.(model_.*)\.external\.upstream_rq_time$")
 _CONNECTIONS, _CONNECTIONS_EVER = "http.public.downstream_cx_active", "http.public.downstream_cx_total"
 _LOOK = "|".join([_ACTIVE.pattern, _FAILED.pattern, _TIME.pattern, rf"^{_CONNECTIONS}$", rf"^{_CONNECTIONS_EVER}$"])
+
+
+class Traffic(NamedTuple):
+    """Calls of one model that are with Triton now, and those that were handed to it since Envoy's start."""
+
+    active: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,14 @@ class EnvoyAdmin:
     async def permits_in_use(self) -> dict[str, int]:
         """Calls that hold a permit now, by model."""
         return _permits(await self.counters(_ACTIVE.pattern))
+
+    async def traffic(self) -> dict[str, Traffic]:
+        """Of each model, of the public address and of our service."""
+        found: dict[str, Traffic] = {}
+        for name, count in (await self.counters(_TRAFFIC.pattern)).items():
+            if (match := _TRAFFIC.match(name)) and (model := model_of_cluster(match[1])) is not None:
+                found[model] = found.get(model, Traffic())._replace(**{match[2]: count})
+        return found
 
     async def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None) -> str:
         if self._session.closed:  # `nereid status` may ask at any time, also at the end

@@ -38,6 +38,7 @@ from native_service.envoy.settings import (
     Admitted,
     EnvoySettings,
     Json,
+    Place,
     http2_options,
     model_cluster,
 )
@@ -92,13 +93,20 @@ def http_routes_files(settings: EnvoySettings) -> dict[str, Json]:
 
 
 def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
-    """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits."""
+    """Our service, Triton without permits, and Triton once more per model with as many calls as it has permits.
+
+    The cluster of an idle model is our service: a call chooses its route when it begins and takes it when its body is
+    here, which may be long after the model has gone.
+    """
     triton = _endpoint(settings.triton)
     service = {"pipe": {"path": SERVICE_SOCKET}}
     return [
         _cluster(settings, SERVICE, service, _MOST_SERVICE_CALLS),
         _cluster(settings, TRITON, triton, _MOST_SERVICE_CALLS),
-        *(_cluster(settings, model_cluster(m.spec.name), triton, m.capacity) for m in models),
+        *(
+            _cluster(settings, model_cluster(m.spec.name), service if m.place is Place.IDLE else triton, m.capacity)
+            for m in models
+        ),
         *([_http_cluster(HTTP, HTTP_SOCKET)] if settings.http else []),
         *([_http_cluster(HTTP_INFER, HTTP_INFER_SOCKET)] if settings.http_infer else []),
     ]
@@ -113,7 +121,7 @@ def _endpoint(address: str) -> Json:
 
 def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     # Calls of scripts are for the service: it counts them and knows codes that Triton does not. And it refuses those of
-    # models that are away, and texts that would fail a whole batch.
+    # models that are away, has those loaded that are idle, and checks texts that would fail a whole batch.
     native = [(model.spec, model.time_limit_s) for model in models if _is_native(model)]
     # What the script knows of the models changes with them, so it travels with the routes.
     on_request = envoy_scripts.on_request(native)
@@ -136,7 +144,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
 
 def _is_native(model: Admitted) -> bool:
     texts = any(tensor.element is BYTES for tensor in model.spec.client_inputs)
-    return model.spec.script is None and not model.away and not texts
+    return model.spec.script is None and not model.away and model.place is Place.TRITON and not texts
 
 
 def _script(source: str) -> Json:

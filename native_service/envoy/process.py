@@ -34,6 +34,7 @@ from native_service.envoy.settings import (
     Admitted,
     EnvoySettings,
     Json,
+    Place,
 )
 from native_service.settings import Address
 from native_service.telemetry.failures import of_envoy, tell
@@ -95,6 +96,8 @@ class EnvoyServer:
         self._readers: list[asyncio.Task[None]] = []
         self._complaints: deque[str] = deque(maxlen=10)
         self._models: list[Admitted] = []
+        # What Envoy has taken of each file, as far as that is certain.
+        self._taken: dict[str, Json] = {}
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
         self.restarts = 0
@@ -173,7 +176,8 @@ class EnvoyServer:
         if self._settings is None:
             raise EnvoyUnavailable("Envoy has not been started")
         async with self._changing:
-            await self._validate(self._settings, models)
+            if _anywhere(models) != _anywhere(self._models):
+                await self._validate(self._settings, models)
             try:
                 await self._switch(self._settings, models)
             except EnvoyUnavailable:
@@ -181,6 +185,7 @@ class EnvoyServer:
                 coming = [model for model in models if model.spec.name not in {old.spec.name for old in self._models}]
                 self._write(CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*self._models, *coming]))
                 self._write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
+                self._taken.clear()
                 raise
             self._models = list(models)
 
@@ -200,6 +205,7 @@ class EnvoyServer:
             except EnvoyUnavailable:
                 self._write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
                 self._write_http_routes(self._settings)
+                self._taken.clear()
                 raise
             self._settings, self._access = settings, access
 
@@ -391,6 +397,8 @@ class EnvoyServer:
 
     async def _replace(self, file: str, content: Json) -> None:
         """Put ``content`` in force. Raises EnvoyUnavailable when Envoy does not take it."""
+        if self._taken.get(file) == content:
+            return
         before = await self.admin.counters(_READS[file])
         self._write(file, content)
         deadline = time.monotonic() + _UPDATE_TIMEOUT_S
@@ -399,6 +407,7 @@ class EnvoyServer:
             if changed := [name for name, count in now.items() if count > before.get(name, 0)]:
                 if any(name.endswith("rejected") for name in changed):
                     raise EnvoyUnavailable(f"Envoy refuses the new {file}; it goes on with the old one")
+                self._taken[file] = content
                 return
             await asyncio.sleep(_UPDATE_POLL_S)
         raise EnvoyUnavailable(f"Envoy did not read the new {file} within {_UPDATE_TIMEOUT_S:g} s")
@@ -426,6 +435,11 @@ class EnvoyServer:
         beside = self._folder / file
         _put(beside, content)
         beside.replace(self._folder / DYNAMIC_FOLDER / file)
+
+
+def _anywhere(models: Sequence[Admitted]) -> list[Admitted]:
+    """``models`` wherever their calls go: that changes often, and in ways that were checked at the start."""
+    return [replace(model, place=Place.TRITON, away=False) for model in models]
 
 
 def _put(path: Path, content: Json) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from native_service.envoy import access as envoy_access
@@ -32,6 +33,16 @@ _SMALLEST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
 _SMALLEST_CONNECTION_WINDOW = 256 * 1024 * 1024
 
 
+class Place(Enum):
+    """Where the calls of a model go. Nothing of an idle one gets to Triton, however long ago it was sent."""
+
+    TRITON = "triton"
+    LEAVING = "leaving"
+    """To our service, whose own calls and those under way still get to Triton."""
+    IDLE = "idle"
+    """To our service, which has the model loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A served model and the calls it may have running and waiting together; ``away``: none can run at the moment.
@@ -44,6 +55,7 @@ class Admitted:
     away: bool = False
     required: bool = True
     time_limit_s: float | None = None
+    place: Place = Place.TRITON
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ here first, because 2.51 adds offset and size without looking for an overflow.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import stat
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from nereid_backend import dtypes
 from nereid_backend.errors import BundleError, InvalidArgument, NotFound, OverLimit, short_repr
 from nereid_backend.spec import ModelSpec
 
+_LOG = logging.getLogger("nereid.service")
+
 _OFFSET, _SIZE = "shared_memory_offset", "shared_memory_byte_size"
 _MOST_REGIONS = 256
 _LONGEST_NAME = 250
@@ -33,8 +36,10 @@ _RESERVED = ("nereid-", "triton_python_backend_shm_region", "sem.")
 class _Region:
     """A registered region; ``going`` is set once no more calls may use it."""
 
-    def __init__(self, key: str, byte_size: int, identity: tuple[int, int]) -> None:
-        self.key, self.byte_size, self.identity = key, byte_size, identity
+    def __init__(self, asked: Any, identity: tuple[int, int]) -> None:
+        """``asked``: the SystemSharedMemoryRegisterRequest that Triton has taken."""
+        self.asked, self.identity = asked, identity
+        self.key, self.byte_size = asked.key, asked.byte_size
         self.going = False
 
 
@@ -64,8 +69,25 @@ class SharedMemory:
             if len(self._regions) >= _MOST_REGIONS:
                 raise OverLimit(f"{_MOST_REGIONS} regions are registered, more are not taken; unregister some")
             answer = await self._ask("SystemSharedMemoryRegister", request)
-            self._regions[request.name] = _Region(request.key, request.byte_size, identity)
+            self._regions[request.name] = _Region(request, identity)
             return answer
+
+    async def restore(self) -> None:
+        """Register everything with a Triton that knows nothing of it yet. What is there no more is forgotten."""
+        async with self._registering:
+            for name, region in list(self._regions.items()):
+                try:
+                    if _identity(region.key) == region.identity:
+                        await self._ask("SystemSharedMemoryRegister", region.asked)
+                        continue
+                    why = "its object is gone"
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                        continue
+                    why = error.details() or error.code().name
+                _LOG.warning("region %s has to be registered again: %s", short_repr(name), why)
+                if self._regions.get(name) is region:
+                    del self._regions[name]
 
     async def unregister(self, request: Any, _context: Any) -> Any:
         """Forget one region, or all of them when the name is empty, once no call uses them."""

@@ -16,19 +16,19 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from native_service.envoy.settings import Admitted
+from native_service.envoy.settings import Admitted, Place
 from native_service.front import Front
 from native_service.kserve.grpc import VERSION, ModelControl
 from native_service.models.conversion import Converted, Converter, Source
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
 from native_service.triton.process import TritonServer
-from nereid_backend.errors import NereidError, RepositoryError
+from nereid_backend.errors import NereidError, NotFound, RepositoryError
 from nereid_backend.spec import ModelSpec
 
 _LOG = logging.getLogger("nereid.models")
@@ -40,12 +40,14 @@ _MEMORY = Path("/proc/meminfo")
 class ServedModel:
     """A model; ``triton_models`` are those behind it in the order in which they load, itself the last.
 
-    It is public unless its source is hidden: then it is there for meta models only.
+    It is public unless its source is hidden: then it is there for meta models only. An idle one has its files in
+    Triton's repository and is not loaded.
     """
 
     source: Source
     spec: ModelSpec
     triton_models: tuple[str, ...]
+    place: Place = Place.TRITON
 
     def loads(self, *, at_once: bool) -> list[tuple[str, tuple[str, ...]]]:
         """What to load in order, each with the models that Triton loads with it: those of an ensemble ``at_once``.
@@ -59,7 +61,7 @@ class ServedModel:
 
     def admitted(self, *, away: bool) -> Admitted:
         settings, options = self.source.settings, self.source.settings.options
-        return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s)
+        return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s, self.place)
 
 
 class Catalogue:
@@ -129,19 +131,22 @@ class Catalogue:
         """Remove what ``stage`` made and nobody wants."""
         await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
 
-    async def put(self, source: Source, staged: Converted) -> None:
+    async def put(self, source: Source, staged: Converted, *, idle: bool = False) -> None:
         """Serve ``staged`` under the name of ``source``, instead of what is served under it; its folder is used up.
 
-        Raises NereidError; then everything is as it was.
+        It is as idle as that, or ``idle`` when it is new. Raises NereidError; then everything is as it was.
         """
         name, before = source.name, staged.folder.with_name(f"{staged.folder.name}-before")
         new = ServedModel(source, staged.spec, staged.triton_models)
         try:
             async with self._turns[name]:
                 begun, old = time.monotonic(), self._served.get(name)
+                if idle if old is None else old.place is Place.IDLE:
+                    new = replace(new, place=Place.IDLE)
                 before.mkdir()
                 await self._bring(new, old, staged.folder, before)
-                self.load_s[name] = time.monotonic() - begun
+                if new.place is Place.TRITON:
+                    self.load_s[name] = time.monotonic() - begun
                 await self._drop(
                     [model for model in (old.triton_models if old else ()) if model not in new.triton_models]
                 )
@@ -150,6 +155,70 @@ class Catalogue:
         finally:
             for folder in (staged.folder, before):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def is_changing(self, name: str) -> bool:
+        """Whether a change of ``name`` is under way: another one would wait for it."""
+        return self._turns[name].locked()
+
+    async def enter(self, name: str) -> bool:
+        """Load ``name`` and route its calls to Triton; False when it was there.
+
+        Raises NereidError; then it is as idle as before.
+        """
+        async with self._turns[name]:
+            model = self._served.get(name)
+            if model is None:
+                raise NotFound(f"model {name!r} is not served here")
+            if model.place is Place.TRITON:
+                return False
+            begun = time.monotonic()
+            try:
+                if model.place is Place.IDLE:
+                    for each, behind in model.loads(at_once=True):
+                        await self._triton.load(each, self.load_timeout_s, behind)
+                    self.load_s[name] = time.monotonic() - begun
+                await self._place(name, Place.TRITON)
+            except NereidError:
+                if model.place is Place.IDLE:
+                    await self._unload(model.triton_models)
+                raise
+            return model.place is Place.IDLE
+
+    async def leave(self, name: str, is_over: Callable[[], Awaitable[bool]]) -> bool:
+        """Unload ``name`` and have it idle; whether that was done.
+
+        ``is_over`` tells whether no call needs it. It is asked when new calls wait and old ones may still get to
+        Triton, and again when none can any more. Raises EnvoyUnavailable; then the model is still loaded.
+        """
+        async with self._turns[name]:
+            model = self._served.get(name)
+            if model is None or model.place is Place.IDLE:
+                return False
+            gone = False
+            try:
+                await self._place(name, Place.LEAVING)
+                if await is_over():
+                    await self._place(name, Place.IDLE)
+                    gone = await is_over()
+            finally:
+                if not gone:
+                    await self._place(name, Place.TRITON)
+            if gone:
+                await self._unload(model.triton_models)
+            return gone
+
+    async def _place(self, name: str, place: Place) -> None:
+        await self._serve(lambda served: {**served, name: replace(served[name], place=place)})
+
+    def processes_of(self, name: str) -> list[int]:
+        """The ids of the processes that serve ``name``, and those behind it."""
+        model = self._served.get(name)
+        return [pid for each in (model.triton_models if model else ()) for pid in self._triton.processes_of(each)]
+
+    def files_bytes(self, name: str) -> int:
+        """How much ``name`` takes on the disk."""
+        folders = [self._run.repository / each for each in self._served[name].triton_models]
+        return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
     async def admit(self, source: Source) -> None:
         """Serve the model of ``source``, as it is, under the settings it has now. Raises EnvoyUnavailable."""
@@ -237,7 +306,8 @@ class Catalogue:
             if model not in owned and (repository / model).exists():
                 raise RepositoryError(f"model {new.spec.name!r} needs the name {model!r}, which is served; rename one")
         same = new.triton_models == owned and await asyncio.to_thread(_are_same, fresh, repository, owned)
-        if owned and not same:
+        loads = new.place is Place.TRITON
+        if owned and not same and loads:
             await asyncio.to_thread(_check_memory, new.spec.name, fresh)
         moved: list[str] = []
         loaded: list[str] = []
@@ -250,15 +320,16 @@ class Catalogue:
                         _move(fresh / each, repository / each)
                 elif model in self._triton.find_dead():
                     os.utime(repository / model / VERSION)
-                await self._triton.load(model, self.load_timeout_s, behind)
-                loaded.append(model)
+                if loads:
+                    await self._triton.load(model, self.load_timeout_s, behind)
+                    loaded.append(model)
             await self._serve(lambda served: {**served, new.source.name: new})
         except (NereidError, OSError):
             for model in reversed(moved):
                 _move(repository / model, fresh / model)
                 _move(before / model, repository / model)
                 # A load that failed has changed nothing in Triton.
-                if model in loaded or model not in owned:
+                if loads and (model in loaded or model not in owned):
                     await self._bring_back(model, was_there=model in owned)
             raise
 
@@ -272,12 +343,16 @@ class Catalogue:
         except NereidError as error:
             _LOG.error("model %r could not be brought back: %s", model, error)
 
-    async def _drop(self, models: Sequence[str]) -> None:
+    async def _unload(self, models: Sequence[str]) -> None:
         for model in reversed(models):
             try:
                 await self._triton.unload(model)
             except NereidError as error:
                 _LOG.warning("%s; nobody can reach it", error)
+
+    async def _drop(self, models: Sequence[str]) -> None:
+        await self._unload(models)
+        for model in reversed(models):
             await asyncio.to_thread(shutil.rmtree, self._run.repository / model, ignore_errors=True)
 
     async def _publish(self, served: Mapping[str, ServedModel]) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from native_service.models.catalogue import Catalogue
 from native_service.models.conversion import Converted, Converter, Source
 from native_service.models.records import ModelRecord, ModelRecords
+from native_service.models.residency import Residency
 from native_service.models.watch import Fingerprint, fingerprint, scan, settled
 from native_service.settings import ModelSettings, Settings
 from native_service.triton.errors import without_paths
@@ -35,7 +36,7 @@ _LOG = logging.getLogger("nereid.serve")
 
 _MOST_WAITING = 16
 # What a model need not be converted or loaded anew for, as its queue_capacity.
-_ADMISSION_OPTIONS = ("time_limit_s", "required")
+_ADMISSION_OPTIONS = ("time_limit_s", "required", "load", "idle_timeout_s", "pinned")
 
 
 class _Attempt(NamedTuple):
@@ -59,11 +60,18 @@ class ModelControl:
     """``convert`` and ``load_converted`` at the start; then ``load``, ``unload``, ``reload`` and ``follow``."""
 
     def __init__(
-        self, settings: Settings, catalogue: Catalogue, new_converter: Callable[[], Converter], *, lenient: bool
+        self,
+        settings: Settings,
+        catalogue: Catalogue,
+        residency: Residency,
+        new_converter: Callable[[], Converter],
+        *,
+        lenient: bool,
     ) -> None:
         """``lenient``: what cannot be served at the start is logged and left out, instead of stopping the start."""
         self._settings = settings
         self._catalogue = catalogue
+        self._residency = residency
         self._new_converter = new_converter
         self._lenient = lenient
         # What was made of each name last, whether it went well or not: only something else is worth another try.
@@ -207,8 +215,12 @@ class ModelControl:
                 await self._put(source, converter)
             except BundleError as error:
                 raise ModelLoadError(f"model {name!r} could not be loaded: {without_paths(str(error))}") from None
+        await self._residency.load(name)
 
     async def _unload(self, name: str) -> None:
+        if self._residency.is_on_demand(name):
+            await self._residency.unload(name)
+            return
         if name in self._catalogue.models:
             if callers := self._catalogue.callers(name):
                 raise ModelLoadError(f"model {name!r} is called by {', '.join(callers)}; unload that first")
@@ -222,9 +234,15 @@ class ModelControl:
         await self._serve(source, await self._stage(source, converter, self._catalogue.specs))
 
     async def _serve(self, source: Source, staged: Converted) -> None:
+        idle = self._residency.begins_idle(source)
+        if not (idle or self._residency.is_idle(source.name)):
+            for callee in source.calls or ():
+                await self._residency.wake(callee)
         with self._records.loading(source.name):
-            await self._catalogue.put(source, staged)
-        _LOG.info("loaded %s (%s on %s)", source.name, staged.spec.engine, staged.spec.device)
+            await self._catalogue.put(source, staged, idle=idle)
+        await self._residency.arrived(source.name)
+        what = "keeps" if self._residency.is_idle(source.name) else "loaded"
+        _LOG.info("%s %s (%s on %s)", what, source.name, staged.spec.engine, staged.spec.device)
 
     async def _stage(self, source: Source, converter: Converter, others: Mapping[str, ModelSpec]) -> Converted:
         as_it_is = await asyncio.to_thread(fingerprint, source.path)

@@ -22,7 +22,7 @@ from typing import Any, Self, TextIO
 from pydantic import ValidationError
 
 from native_service.children import processes
-from native_service.settings import DEFAULT_CAPACITY, NAME_RULE, ModelSettings, Settings
+from native_service.settings import DEFAULT_CAPACITY, NAME_RULE, ModelOptions, ModelSettings, Settings
 from nereid_backend.errors import BundleError, ConversionKilled, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -163,8 +163,14 @@ class Converter:
                 if callee in sources or any(callee == other.name for other, *_ in waiting):
                     continue
                 try:
-                    # On the device of who calls it. Nobody else reaches it, so its permits are never asked for.
-                    called = ModelSettings(name=callee, device=model.device, queue_capacity=model.queue_capacity)
+                    # On the device of who calls it and loaded with it. Nobody else reaches it, so its permits are never
+                    # asked for.
+                    called = ModelSettings(
+                        name=callee,
+                        device=model.device,
+                        queue_capacity=model.queue_capacity,
+                        options=ModelOptions(load=model.options.load),
+                    )
                 except ValidationError:
                     problems.append(f"{who} calls {short_repr(callee)}, which cannot be the name of a model")
                 else:

@@ -103,6 +103,17 @@ class Limits(Section):
     """Longest conversion, and longest load in Triton, of one model."""
 
 
+class ResidencySettings(Section):
+    """What may be in Triton at a time. A model that has to go for another is loaded again by its next call."""
+
+    max_loaded_models: Annotated[int, Field(gt=0)] | None = None
+    """Of those that callers may call; None is any number."""
+    memory_budget_bytes: Annotated[int, Field(gt=0)] | None = None
+    """What the processes of all models may hold together, pages that they share counted once; None is no bound."""
+    min_residency_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
+    """How long a model stays, once loaded, before it may have to go for another."""
+
+
 class ModelOptions(Section):
     """What upstream's file has no key for."""
 
@@ -116,6 +127,12 @@ class ModelOptions(Section):
     """Longest call, waiting included; then it ends, and a run that goes on ends with its process. None is for ever."""
     required: bool = True
     """Whether the server counts as ready only while this model can answer."""
+    load: Literal["start", "first_request"] = "start"
+    """When the model is loaded first."""
+    idle_timeout_s: Annotated[float, Field(ge=0.1, le=31 * 86_400)] | None = None
+    """So long after its last call the model is unloaded, and loaded again by the next one; None is never."""
+    pinned: bool = False
+    """Whether it stays in Triton whatever else needs room, also without calls."""
 
 
 class ModelSettings(Section):
@@ -151,6 +168,7 @@ class ServerSettings(Section):
     tls: TlsSettings | None = None
     auth: AuthSettings | None = None
     limits: Limits = Limits()
+    residency: ResidencySettings = ResidencySettings()
 
     @model_validator(mode="before")
     @classmethod

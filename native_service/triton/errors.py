@@ -17,6 +17,11 @@ _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)"
 _DEAD_STUB = re.compile(r"Stub process '[^']*' is not healthy")
 # What is not served is refused before: a call that took its time until here meets a Triton that has just started.
 _NOT_LOADED = re.compile(r"^Request for unknown model: '[^']*' (?:is not found|has no available versions)")
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|bad_alloc|MemoryError|cannot allocate memory|cuda failure 2\b|failed to allocate memory"
+    r"|RESOURCE_EXHAUSTED",
+    re.IGNORECASE,
+)
 _TRACEBACK = re.compile(r"\n\s*\nAt:\n.*|\nTraceback \(most recent call last\):.*?(?=\n\S)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+){2,}/([\w.+@-]+)")
 
@@ -29,6 +34,11 @@ def load_failure(text: str) -> str:
         return "its process ended while it was starting; its last words are in the log above"
     lines = [line.strip().rstrip(";").strip() for line in reason.splitlines()]
     return without_paths(" ".join(line for line in lines if line))[:_LONGEST] or "Triton gave no reason"
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether the reason of a failed load is that memory did not suffice, in the words of the engines."""
+    return bool(_OUT_OF_MEMORY.search(text))
 
 
 def _canonical(code: str, text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 from native_service.children.restarts import Pauses, Tries
@@ -64,8 +64,11 @@ class Control(Protocol):
 class Watchdog:
     """``watch`` until cancelled."""
 
-    def __init__(self, catalogue: Catalogue, control: Control, triton: Triton) -> None:
-        self._catalogue, self._control, self._triton = catalogue, control, triton
+    def __init__(
+        self, catalogue: Catalogue, control: Control, triton: Triton, restore: Callable[[], Awaitable[None]]
+    ) -> None:
+        """``restore``: what a new Triton has to be told before its models come back."""
+        self._catalogue, self._control, self._triton, self._restore = catalogue, control, triton, restore
         self._pauses: defaultdict[str, Pauses] = defaultdict(Pauses)
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
@@ -86,6 +89,7 @@ class Watchdog:
                 reason = str(error)
             else:
                 pauses.back()
+                await self._try(self._restore())
                 reason = await self._while_it_runs(reload=True)
         return f"{reason}, {tries}"
 

@@ -1,10 +1,10 @@
-"""nereid beside its peers: the same ONNX models, the same requests, one run, windows in turn.
+"""nereid beside its peers: the same ONNX and StableHLO models, the same requests, one run, windows in turn.
 
 Contestants: nereid at its public address and at Triton's port, bare Triton with a hand-written model.py, KServe's
 Python server, LitServe, mosec without and with batches. The peers have environments of their own, built once in the
 cache folder (`NEREID_CACHE_DIR`) from the package index. The client (replay.py) is one asyncio process that shares the
-processors with the servers; its own cost a call is in the table. Answers are compared with those of ONNX Runtime in
-this process before anything is measured.
+processors with the servers; its own cost a call is in the table. Answers are compared with those of the models in this
+process before anything is measured.
 
 usage: python peers.py [--seconds 1.5] [--rounds 4] [--without KServe] [--write]
 
@@ -39,20 +39,22 @@ from tritonclient.grpc import service_pb2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent / "peer_servers"))
-import onnx_models
+import peer_models
 import replay
 from serving import Served
 
 from converters.convert import convert
+from converters.exporters import export_jax
 from native_service.triton import embedded
 from native_service.triton.process import TritonServer
 from nereid_backend.cache import cache_folder
 
 SERVERS = Path(__file__).resolve().parent / "peer_servers"
+JAX = f"jax=={importlib.metadata.version('jax')}"
 REQUIREMENTS = {
-    "kserve": ("kserve==0.21.0", "onnxruntime"),
-    "litserve": ("litserve==0.2.19", "onnxruntime"),
-    "mosec": ("mosec==0.9.8", "onnxruntime", "numpy"),
+    "kserve": ("kserve==0.21.0", "onnxruntime", JAX),
+    "litserve": ("litserve==0.2.19", "onnxruntime", JAX),
+    "mosec": ("mosec==0.9.8", "onnxruntime", JAX),
 }
 NEREID, PORT, BARE, KSERVE, LITSERVE = "nereid", "nereid, Triton's port", "bare Triton", "KServe", "LitServe"
 MOSEC, MOSEC_BATCHES = "mosec", "mosec, batches"
@@ -75,6 +77,7 @@ WORKLOADS = (
     *(Work("mlp", 1, clients) for clients in (1, 8, 32)),
     *(Work("mlp14m", 1, clients) for clients in (1, 8, 32)),
     *(Work("mlp14m", 32, clients) for clients in (1, 8)),
+    *(Work("minilm", 1, clients) for clients in (1, 8, 32)),
     *(Work("mib4", 1, clients) for clients in (1, 8)),
 )
 
@@ -94,7 +97,7 @@ class Contestant:
         if not self.grpc:
             return partial(replay.Http1, f"/{model}", x.tobytes())
         message = service_pb2.ModelInferRequest(model_name=f"{self.prefix}{model}")
-        message.inputs.add(name="input", datatype="FP32", shape=x.shape)
+        message.inputs.add(name="input", datatype=peer_models.KSERVE_TYPES[x.dtype.type], shape=x.shape)
         message.raw_input_contents.append(x.tobytes())
         return partial(replay.Grpc, INFER, message.SerializeToString())
 
@@ -139,25 +142,32 @@ def free_port() -> int:
 
 
 def write_folders(folder: Path, models: Path) -> None:
-    """Nereid folders of the models."""
-    for name, (width_in, width_out) in onnx_models.WIDTHS.items():
+    """Nereid folders of the ONNX models, a bundle of the other."""
+    for name, (width_in, width_out) in peer_models.WIDTHS.items():
         target = folder / name
+        if name == "minilm":
+            embed, params = peer_models.encoder()
+            ids = peer_models.example(name, peer_models.SIZES[-1])
+            names: dict[str, Any] = {"input_names": ["input"], "output_names": ["output"]}
+            export_jax(embed, params, (ids,), target, peer_models.SIZES, provenance=None, **names)
+            continue
         target.mkdir(parents=True)
         (target / "model.onnx").write_bytes((models / f"{name}.onnx").read_bytes())
         sizes = f"input_shape: [{width_in}]\noutput_shape: [{width_out}]\n"
-        batch = f"max_batch_size: {onnx_models.LARGEST_BATCH[name]}\n"
+        batch = f"max_batch_size: {peer_models.LARGEST_BATCH[name]}\n"
         (target / "model_inference.textproto").write_text(sizes + batch)
 
 
 def write_bare(repository: Path) -> None:
     """A Triton repository as one writes it by hand, beside the converted models."""
-    for name, (width_in, width_out) in onnx_models.WIDTHS.items():
+    for name, (width_in, width_out) in peer_models.WIDTHS.items():
         target = repository / f"bare_{name}"
         (target / "1").mkdir(parents=True)
         (target / "1" / "model.py").write_bytes((SERVERS / "triton_model.py").read_bytes())
         (target / "config.pbtxt").write_text(
-            f'backend: "python" max_batch_size: {onnx_models.LARGEST_BATCH[name]}\n'
-            f'input [{{name: "input" data_type: TYPE_FP32 dims: [{width_in}]}}]\n'
+            f'backend: "python" max_batch_size: {peer_models.LARGEST_BATCH[name]}\n'
+            f'input [{{name: "input" data_type: TYPE_{peer_models.KSERVE_TYPES[peer_models.DTYPES[name]]} '
+            f"dims: [{width_in}]}}]\n"
             f'output [{{name: "output" data_type: TYPE_FP32 dims: [{width_out}]}}]\n'
             "instance_group [{kind: KIND_CPU count: 1}] dynamic_batching {}\n"
             f'parameters [{{key: "model" value {{string_value: "{name}"}}}},\n'
@@ -170,7 +180,7 @@ async def contestants(scratch: Path, wanted: Sequence[str]) -> AsyncIterator[lis
     """Start what is ``wanted``, one after another; all stay up. End everything in the end."""
     models = scratch / "models"
     models.mkdir()
-    onnx_models.write(models)
+    peer_models.write(models)
     os.environ["PEER_MODELS"] = str(models)
     found: list[Contestant] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -197,7 +207,7 @@ async def contestants(scratch: Path, wanted: Sequence[str]) -> AsyncIterator[lis
 
 def serve_nereid(scratch: Path, models: Path, stack: contextlib.AsyncExitStack) -> Contestant:
     write_folders(scratch / "folders", models)
-    entries = "".join(f"  - {{name: {name}, device: cpu, queue_capacity: 64}}\n" for name in onnx_models.WIDTHS)
+    entries = "".join(f"  - {{name: {name}, device: cpu, queue_capacity: 64}}\n" for name in peer_models.WIDTHS)
     (scratch / "nereid.yaml").write_text(
         f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: folders}}\nmodels:\n{entries}"
     )
@@ -211,7 +221,7 @@ async def serve_triton(scratch: Path, stack: contextlib.AsyncExitStack) -> list[
     repository = scratch / "repository"
     if not (scratch / "folders").exists():
         write_folders(scratch / "folders", scratch / "models")
-    for name in onnx_models.WIDTHS:
+    for name in peer_models.WIDTHS:
         convert(scratch / "folders" / name, repository)
     write_bare(repository)
     prefix = f"nereid-bench-{os.getpid()}-"
@@ -221,7 +231,7 @@ async def serve_triton(scratch: Path, stack: contextlib.AsyncExitStack) -> list[
     before = children(os.getpid())
     await server.start()
     (process,) = children(os.getpid()) - before
-    for name in onnx_models.WIDTHS:
+    for name in peer_models.WIDTHS:
         for model in (name, f"bare_{name}"):
             await server.load(model, START_TIMEOUT_S)
     port = int(server.addresses.grpc.rpartition(":")[2])
@@ -323,8 +333,8 @@ async def measure(each: Contestant, work: Work, x: np.ndarray, size: int, second
 
 
 async def compare(found: Sequence[Contestant], work: Work, seconds: float, rounds: int) -> dict[str, Figures]:
-    x = np.random.default_rng(1).standard_normal((work.rows, onnx_models.WIDTHS[work.model][0])).astype(np.float32)
-    expected = onnx_models.load(work.model)(x)
+    x = peer_models.example(work.model, work.rows)
+    expected = peer_models.load(work.model)(x)
     sizes = {each.name: await check(each, work, x, expected) for each in found}
     windows: dict[str, list[Figures]] = {each.name: [] for each in found}
     for number in range(rounds + 1):
@@ -374,8 +384,8 @@ def bars(found: dict[Work, dict[str, Figures]], bare_loop_rows: float) -> list[t
 
 def bare_loop(seconds: float) -> float:
     """Runs a second of the 14 M-parameter model with 32 rows, called in a loop in this process."""
-    run = onnx_models.load("mlp14m")
-    x = np.random.default_rng(1).standard_normal((32, onnx_models.WIDTHS["mlp14m"][0])).astype(np.float32)
+    run = peer_models.load("mlp14m")
+    x = peer_models.example("mlp14m", 32)
     run(x)
     calls, begun = 0, time.perf_counter()
     while (passed := time.perf_counter() - begun) < seconds:

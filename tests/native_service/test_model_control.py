@@ -16,6 +16,7 @@ from native_service.models import watch
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl, Outcome
 from native_service.models.conversion import Converted, Source
+from native_service.models.residency import Residency
 from native_service.settings import ModelSettings
 from nereid_backend.errors import BundleError, ModelLoadError, NereidError, NotFound, TritonUnavailable
 from nereid_backend.spec import ModelSpec
@@ -46,6 +47,9 @@ class FakeTriton:
 
     def find_dead(self) -> frozenset[str]:
         return frozenset(self.dead)
+
+    def processes_of(self, _model: str) -> list[int]:
+        return []
 
     async def unload(self, model: str) -> None:
         self.serves.pop(model, None)  # of a name it does not know nothing is said
@@ -86,7 +90,8 @@ class Controlled:
         self.triton: Any = FakeTriton(repository)
         self.catalogue = Catalogue(run, self.triton, 1)
         converter: Any = FakeConverter
-        self.control = ModelControl(its, self.catalogue, converter, lenient=lenient)
+        self.residency = Residency(self.catalogue, its.server.residency)
+        self.control = ModelControl(its, self.catalogue, self.residency, converter, lenient=lenient)
         self.front = front
 
     async def start(self) -> None:

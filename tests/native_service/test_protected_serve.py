@@ -54,6 +54,10 @@ def test_every_way_in_asks_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = authority.issue_cert("127.0.0.1")
     (tmp_path / "cert.pem").write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
     (tmp_path / "key.pem").write_bytes(made.private_key_pem.bytes())
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    own = authority.issue_cert("caller")
+    own.cert_chain_pems[0].write_to_path(str(tmp_path / "own.pem"))
+    own.private_key_pem.write_to_path(str(tmp_path / "own-key.pem"))
     (tmp_path / "caller").write_text(CALLER)
     (tmp_path / "models").mkdir()
     write_adder(tmp_path / "models" / "adder.onnx")
@@ -63,7 +67,7 @@ def test_every_way_in_asks_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "server:\n"
         "  bind_addr: '0.0.0.0:0'\n  http_addr: '127.0.0.1:0'\n  ml_backends_path: models\n"
         "  allow_model_control: true\n"
-        "  tls: {cert: cert.pem, key: key.pem}\n"
+        "  tls: {cert: cert.pem, key: key.pem, client_ca: ca.pem}\n"
         "  auth:\n    keys:\n"
         "      - {name: reader, role: read_only, key_env: READER_KEY}\n"
         "      - {name: caller, role: inference, key_file: caller}\n"
@@ -73,7 +77,9 @@ def test_every_way_in_asks_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     served = Served(tmp_path, "--config", str(tmp_path / "nereid.yaml"), "--verbose")
     address = served.state["address"].replace("0.0.0.0", "127.0.0.1")
-    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    credentials = grpc.ssl_channel_credentials(
+        authority.cert_pem.bytes(), own.private_key_pem.bytes(), own.cert_chain_pems[0].bytes()
+    )
     options = {"ssl": True, "creds": credentials}
     token = jwt.encode({"role": "infer", "exp": int(time.time()) + 60}, SECRET, "HS256")
 
@@ -109,16 +115,21 @@ def test_every_way_in_asks_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     assert [http("/v2/health/ready"), http("/metrics"), http("/metrics", READER)] == [200, 401, 200]
 
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     (tmp_path / "reader").write_text(READER)
-    command = [sys.executable, "-m", "native_service.cli", "bench", "adder", "--address", address, "--ca", "ca.pem"]
-    quickly = ["--concurrency", "2", "--duration", "0.5", "--window", "0.5", "--warm-up", "0"]
-    under_load = [
-        subprocess.run([*command, "--key-file", key, *quickly], cwd=tmp_path, capture_output=True, text=True)
-        for key in ("caller", "reader")
-    ]
+    np.save(tmp_path / "row.npy", ROW)
+
+    def command(name: str, key: str, *more: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "native_service.cli", name, "adder", "--address", address, "--ca", "ca.pem"]
+        return subprocess.run([*line, "--key-file", key, *more], cwd=tmp_path, capture_output=True, text=True)
+
+    certificate = ("--certificate", "own.pem", "own-key.pem")
+    quickly = ("--concurrency", "2", "--duration", "0.5", "--window", "0.5", "--warm-up", "0", *certificate)
+    under_load = [command("bench", key, *quickly) for key in ("caller", "reader")]
     assert [done.returncode for done in under_load] == [0, 1], under_load
     assert "role" in under_load[1].stderr
+    once = [command("infer", "caller", "--input", "row.npy", *more) for more in (certificate, ("--timeout", "5"))]
+    assert [done.returncode for done in once] == [0, 1], once
+    assert "[[1., 2., 3., 4.]]" in once[0].stdout
 
     children = served.descendants()
     metrics = served.state["triton_metrics"]

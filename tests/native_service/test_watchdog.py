@@ -17,13 +17,16 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hooked_bundle import RAGGED_HOOKS, RAGGED_TENSORS, write_bundle
 from live import CONTROLLED, ROW, Live, code_of, listing, live, stubs, write_adding_twice
 from serving import input_tensor, our_shared_memory
+from tritonclient.utils import InferenceServerException
 
 from native_service.children import restarts
 from native_service.triton import watchdog
+from native_service.triton.stubs import SHARED_MEMORY
 from native_service.triton.watchdog import Watchdog
 from nereid_backend.errors import ModelLoadError, TritonUnavailable
 
@@ -75,6 +78,9 @@ class FakeModels:
         self.ended.clear()
         self.stuck, self.is_running, self.is_dead = set(), True, True
 
+    async def restore(self) -> None:
+        self.done.append("told")
+
     async def ends(self) -> None:
         self.is_running, self.is_dead = False, True
         self.ended.set()
@@ -120,7 +126,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def watched(scenario: Callable[[FakeModels], Any]) -> FakeModels:
     async def inside() -> FakeModels:
         models: Any = FakeModels()
-        watching = asyncio.create_task(Watchdog(models, models, models).watch())
+        watching = asyncio.create_task(Watchdog(models, models, models, models.restore).watch())
         async with asyncio.timeout(20):
             await scenario(models)
         watching.cancel()
@@ -200,7 +206,7 @@ def test_a_triton_that_dies_is_started_again_with_its_models_and_nobody_says_the
     pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     models = watched(lambda models: models.ends())
-    assert (models.done, pauses) == (["dropped", "routed away", "restarted", "loaded m"], [0])
+    assert (models.done, pauses) == (["dropped", "routed away", "restarted", "told", "loaded m"], [0])
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         "tritonserver ended with code -9; it is started again now, with all its models"
     ]
@@ -218,7 +224,7 @@ def test_a_load_that_hangs_in_triton_for_good_costs_one_restart_and_no_second(
             await original_sleep(0)
 
     models = watched(scenario)
-    assert models.done == ["dropped", "routed away", "restarted", "loaded m"]
+    assert models.done == ["dropped", "routed away", "restarted", "told", "loaded m"]
     assert "the load of m hangs in tritonserver; it is started again now, with all its models" in caplog.text
 
 
@@ -235,7 +241,7 @@ def test_a_triton_that_does_not_answer_for_long_is_replaced_and_one_that_sometim
             await original_sleep(0)
 
     models = watched(scenario)
-    assert models.done == ["dropped", "routed away", "restarted", "loaded m"]
+    assert models.done == ["dropped", "routed away", "restarted", "told", "loaded m"]
     assert "tritonserver does not answer any more; it is started again now, with all its models" in caplog.text
 
 
@@ -245,7 +251,7 @@ def test_a_triton_that_cannot_be_kept_up_is_given_up_after_growing_pauses(pauses
         models.bad_restarts = 99
         models.ended.set()
         async with asyncio.timeout(20):
-            return await Watchdog(models, models, models).watch(), models
+            return await Watchdog(models, models, models, models.restore).watch(), models
 
     reason, models = asyncio.run(scenario())
     assert reason == "tritonserver ended with code 1 while starting, for the 6th time within 600 s"
@@ -337,8 +343,13 @@ def test_a_killed_model_is_back_soon_and_the_others_notice_nothing(tmp_path: Pat
 
 @pytest.mark.triton
 def test_a_killed_triton_is_back_with_its_models_and_its_permits(tmp_path: Path) -> None:
-    settings = listing("adder", "other", server=HTTP)
-    with live(tmp_path, settings=settings, models=("adder", "other")) as serving:
+    settings = listing("adder", "other", server=f"{HTTP}, allow_shared_memory: true")
+    with (
+        live(tmp_path, settings=settings, models=("adder", "other")) as serving,
+        registered(serving.client, "kept"),
+        registered(serving.client, "given up") as abandoned,
+    ):
+        (SHARED_MEMORY / abandoned).unlink()
         pid = serving.served.process.pid
         with watched_health(serving, "") as told, serving.load("adder", "other") as failures:
             for _ in range(2):
@@ -353,6 +364,24 @@ def test_a_killed_triton_is_back_with_its_models_and_its_permits(tmp_path: Path)
         assert len(our_shared_memory(pid)) == 2
         assert (serving.http_says("adder"), serving.client.is_server_ready()) == (200, True)
         assert restart_counts(serving) == {"adder": 2, "other": 2}
+        there = grpcclient.InferInput("input", list(ROW.shape), "FP32")
+        there.set_shared_memory("kept", ROW.nbytes)
+        assert (serving.client.infer("adder", [there]).as_numpy("output") == ROW + 1).all()
+        there.set_shared_memory("given up", ROW.nbytes)
+        with pytest.raises(InferenceServerException, match="no region 'given up' is registered"):
+            serving.client.infer("adder", [there])
+
+
+@contextmanager
+def registered(client: Any, name: str) -> Iterator[str]:
+    """A shared memory object of this process with ROW, that the server knows as ``name``; its own name."""
+    key = f"test-{os.getpid()}-{name.replace(' ', '-')}"
+    (SHARED_MEMORY / key).write_bytes(ROW.tobytes())
+    try:
+        client.register_system_shared_memory(name, f"/{key}", ROW.nbytes)
+        yield key
+    finally:
+        (SHARED_MEMORY / key).unlink(missing_ok=True)
 
 
 def is_tritonserver(pid: int) -> bool:

@@ -4,7 +4,7 @@ import sys
 
 import grpc.aio
 import kserve
-import onnx_models
+import peer_models
 import uvicorn
 
 PORT = int(sys.argv[1])
@@ -20,7 +20,7 @@ uvicorn.Config.__init__ = lambda config, *given, **named: _configure(config, *gi
 class Model(kserve.Model):
     def __init__(self, name):
         super().__init__(name)
-        self.run = onnx_models.load(name)
+        self.run = peer_models.load(name)
         self.ready = True
 
     def predict(self, payload, headers=None, response_headers=None):
@@ -30,6 +30,6 @@ class Model(kserve.Model):
         return kserve.InferResponse(response_id=payload.id or "", model_name=self.name, infer_outputs=[output])
 
 
-models = [Model(name) for name in onnx_models.WIDTHS]
+models = [Model(name) for name in peer_models.WIDTHS]
 quiet = {"enable_docs_url": False, "enable_latency_logging": False, "access_log_format": ""}
 kserve.ModelServer(http_port=PORT + 1, grpc_port=PORT, workers=1, **quiet).start(models)

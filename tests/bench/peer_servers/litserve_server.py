@@ -8,7 +8,7 @@ from typing import Annotated
 
 import litserve
 import numpy as np
-import onnx_models
+import peer_models
 from fastapi import Body, Response
 
 RAW = "application/octet-stream"
@@ -16,14 +16,16 @@ RAW = "application/octet-stream"
 
 class Model(litserve.LitAPI):
     def __init__(self, name):
-        super().__init__(api_path=f"/{name}", max_batch_size=onnx_models.LARGEST_BATCH[name] // 2, batch_timeout=0.0005)
+        super().__init__(
+            api_path=f"/{name}", max_batch_size=min(32, peer_models.LARGEST_BATCH[name]), batch_timeout=0.0005
+        )
         self.name = name
 
     def setup(self, device):
-        self.run = onnx_models.load(self.name)
+        self.run = peer_models.load(self.name)
 
     def decode_request(self, request: Annotated[bytes, Body(media_type=RAW)]):
-        return onnx_models.rows(self.name, request)
+        return peer_models.rows(self.name, request)
 
     def batch(self, inputs):
         self.sizes = [len(x) for x in inputs]
@@ -40,7 +42,7 @@ class Model(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    apis = [Model(name) for name in onnx_models.WIDTHS]
+    apis = [Model(name) for name in peer_models.WIDTHS]
     server = litserve.LitServer(
         apis, accelerator="cpu", workers_per_device=1, timeout=60, max_payload_size=64 * 1024 * 1024
     )

@@ -6,7 +6,7 @@ usage: mosec_server.py --address 127.0.0.1 --port PORT ...
 import os
 
 import numpy as np
-import onnx_models
+import peer_models
 from mosec import Runtime, Server, Worker
 
 BATCHES = os.environ["PEER_BATCH"] == "1"
@@ -19,10 +19,10 @@ def worker(name):
         resp_mime_type = "application/octet-stream"
 
         def __init__(self):
-            self.run = onnx_models.load(name)
+            self.run = peer_models.load(name)
 
         def deserialize(self, data):
-            return onnx_models.rows(name, data)
+            return peer_models.rows(name, data)
 
         def serialize(self, data):
             return data.tobytes()
@@ -38,7 +38,7 @@ def worker(name):
     return Model, (1, 32, 1) if batches else (1,)
 
 
-found = {name: worker(name) for name in onnx_models.WIDTHS}
+found = {name: worker(name) for name in peer_models.WIDTHS}
 globals().update({model.__name__: model for model, _ in found.values()})
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         sys.path.insert(0, config["parameters"]["folder"]["string_value"])
-        import onnx_models
+        import peer_models
 
-        self.run = onnx_models.load(config["parameters"]["model"]["string_value"])
+        self.run = peer_models.load(config["parameters"]["model"]["string_value"])
 
     def execute(self, requests):
         arrays = [pb_utils.get_input_tensor_by_name(request, "input").as_numpy() for request in requests]

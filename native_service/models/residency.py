@@ -1,0 +1,489 @@
+"""Which of the served models are in Triton: loaded by their first call, unloaded when nobody calls or others need room.
+
+A model is *idle*, *loading*, *ready* or *busy*. Whoever calls it through our service is inside ``using``:
+
+    idle     a call (or ``wake``, ``load``, ``pin``) starts one load, which all later ones share  -> loading
+    loading  callees first, then room is made, then Triton loads and Envoy routes; calls wait      -> ready, or idle
+    ready    calls pass; Envoy takes them straight to Triton and only its counters tell of them    <-> busy
+    ready    time out, ``unload`` or another model's need begin to leave:
+               1. routes lead to our service, the model's cluster still to Triton
+               2. over when none of our calls and none of Envoy's is running; from that very moment calls wait
+               3. the cluster leads to our service, too; a call that was routed before 1 and had its body only now
+                  shows in Envoy's counters: then everything is put back                          -> ready
+               4. Triton unloads                                                                  -> idle
+             a call that comes before 2 puts everything back, one that comes later wakes the model again
+
+What makes it safe: the check in 2 and the flag that has calls wait are one step of the event loop, and changes of one
+model take turns (:mod:`native_service.models.catalogue`). A model that a loaded or loading meta model calls does not
+leave. Nobody waits for another model's load: room is made by models that can leave at once, or is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from native_service.envoy.admin import Traffic
+from native_service.envoy.listeners import QUEUE_FULL
+from native_service.envoy.settings import Place
+from native_service.models.catalogue import Catalogue
+from native_service.models.conversion import Source
+from native_service.settings import ModelOptions, ResidencySettings
+from native_service.triton import stubs
+from native_service.triton.errors import is_out_of_memory
+from nereid_backend.errors import ModelLoadError, ModelLoading, NereidError, NotFound, ResourceExhausted
+
+_LOG = logging.getLogger("nereid.models")
+
+IDLE, LOADING, READY, BUSY = "idle", "loading", "ready", "busy"
+REASONS = BY_TIMEOUT, FOR_ROOM, OUT_OF_MEMORY = "idle", "capacity", "oom"
+"""Why models were unloaded that nobody asked to be."""
+
+_RETRY_AFTER_S = 5
+# Between two looks: often where it matters when a model was called last, else for who asks how models are.
+_LOOK_S, _SELDOM_S, _MEASURE_S = 0.5, 5.0, 10.0
+# How long calls of a model that is unloaded by name are waited for; Triton lets later ones finish.
+_LAST_CALLS_S, _POLL_S = 10.0, 0.02
+# Envoy's workers learn of new routes a moment after it says so.
+_WORKERS_LEARN_S = 0.02
+_NO_CALLS = Traffic()
+# A model that comes back so soon has left for nothing.
+_THRASHING_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """How a model is. Times are in seconds, ``last_used_s`` since the epoch (None: never); ``memory_bytes`` is what its
+    processes held at the last look, a few seconds ago; cold starts are loads that a call or a caller of ours began."""
+
+    state: str
+    pinned: bool
+    last_used_s: float | None
+    memory_bytes: int
+    idle_timeout_s: float | None
+    cold_starts: int
+    cold_start_last_s: float
+    cold_start_total_s: float
+    hidden: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton."""
+
+    running: int = 0
+    waiting: int = 0
+    closed: bool = False
+    pinned: bool | None = None
+    traffic: Traffic = _NO_CALLS
+    loading: asyncio.Task[None] | None = None
+    has_room: bool = False
+    used: float | None = None
+    since: float = field(default_factory=time.monotonic)
+    gone: float | None = None
+    memory_bytes: int = 0
+    cold_starts: int = 0
+    cold_last_s: float = 0.0
+    cold_total_s: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.running > 0 or self.traffic.active > 0
+
+    @property
+    def last(self) -> float:
+        """When it was used or came."""
+        return max(self.since, self.used or 0.0)
+
+
+async def _no_traffic() -> Mapping[str, Traffic]:
+    return {}
+
+
+class Residency:
+    """``open`` once there is an address, then ``sweep`` until cancelled; ``stop`` at the end."""
+
+    def __init__(self, catalogue: Catalogue, settings: ResidencySettings) -> None:
+        self._catalogue = catalogue
+        self.settings = settings
+        self._traffic: Callable[[], Awaitable[Mapping[str, Traffic]]] = _no_traffic
+        self._slots: defaultdict[str, _Slot] = defaultdict(_Slot)
+        self._room = asyncio.Lock()
+        self._came = asyncio.Event()
+        self._measured = 0.0
+        self.deallocations: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        """Models unloaded that nobody asked to be, by reason."""
+        self.load_retries = 0
+        """Loads tried again after memory had been made free for them."""
+        self.thrashing = 0
+        """Models that had to go and were loaded again within half a minute."""
+
+    def open(self, traffic: Callable[[], Awaitable[Mapping[str, Traffic]]]) -> None:
+        """From now on calls come, of which ``traffic`` tells; it raises EnvoyUnavailable."""
+        self._traffic = traffic
+
+    def begins_idle(self, source: Source) -> bool:
+        """Whether a model that is new is not loaded until it is called: as it asks, or as there is no room for it."""
+        options, name = source.settings.options, source.name
+        if name in self._catalogue.served or options.pinned:
+            return False
+        return options.load == "first_request" or bool(self._lack(0, hidden=source.hidden))
+
+    async def arrived(self, name: str) -> None:
+        """``name`` has come, or another version of it."""
+        self._slots[name].since = time.monotonic()
+        self._came.set()
+        await self._measure()
+
+    def states(self) -> dict[str, Residence]:
+        """Of everything that is served, hidden models too."""
+        now, epoch = time.monotonic(), time.time()
+        found = {}
+        for name, model in self._catalogue.served.items():
+            slot, options = self._slots[name], model.source.settings.options
+            found[name] = Residence(
+                self.state(name),
+                self._is_pinned(name),
+                None if slot.used is None else epoch - (now - slot.used),
+                0 if model.place is Place.IDLE else slot.memory_bytes,
+                options.idle_timeout_s,
+                slot.cold_starts,
+                slot.cold_last_s,
+                slot.cold_total_s,
+                model.source.hidden,
+            )
+        return found
+
+    def state(self, name: str) -> str:
+        """One of idle, loading, ready, busy."""
+        slot = self._slots[name]
+        if not self._is_loaded(name):
+            return LOADING if slot.loading is not None else IDLE
+        return BUSY if slot.is_busy else READY
+
+    def is_idle(self, name: str) -> bool:
+        """Whether ``name`` is served and not in Triton."""
+        return name in self._catalogue.served and not self._is_loaded(name)
+
+    def is_on_demand(self, name: str) -> bool:
+        """Whether the settings have ``name`` come and go with its calls."""
+        model = self._catalogue.served.get(name)
+        options = ModelOptions() if model is None else model.source.settings.options
+        return self._is_bounded or options.load == "first_request" or options.idle_timeout_s is not None
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self.settings.max_loaded_models is not None or self.settings.memory_budget_bytes is not None
+
+    @asynccontextmanager
+    async def using(self, name: str, budget_s: float | None = None) -> AsyncIterator[None]:
+        """While inside, ``name`` is in Triton and stays there.
+
+        Raises what ``wake`` does; ResourceExhausted also when as many calls wait as the model takes at a time.
+        """
+        slot = self._slots[name]
+        until = None if budget_s is None else time.monotonic() + budget_s
+        while not self._is_open(name):
+            await self._wait(name, slot, None if until is None else until - time.monotonic())
+        slot.running += 1
+        try:
+            yield
+        finally:
+            slot.running -= 1
+            slot.used = time.monotonic()
+
+    async def wake(self, name: str, budget_s: float | None = None) -> None:
+        """Return once ``name`` is in Triton. Many callers share one load, which goes on when they leave.
+
+        Raises NotFound, ModelLoading when that takes longer than ``budget_s``, ResourceExhausted when there is no room
+        and every model is busy, ModelLoadError with the reason.
+        """
+        if name not in self._catalogue.served:
+            raise NotFound(f"model {name!r} is not served here")
+        if self._is_open(name):
+            return
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._load_once(name)
+        except TimeoutError:
+            raise ModelLoading(f"Model {name!r} is currently loading") from None
+
+    async def load(self, name: str) -> None:
+        """Load ``name`` if it is idle. Raises NereidError, fit for a caller."""
+        await self.wake(name)
+
+    async def unload(self, name: str) -> None:
+        """Unload ``name``; its next call loads it again. Calls in progress are answered.
+
+        Raises NotFound, and ModelLoadError while a loaded model calls it.
+        """
+        if name not in self._catalogue.served:
+            raise NotFound(f"no model {name!r} to unload")
+        if users := self._loaded_callers(name):
+            raise ModelLoadError(f"model {name!r} is called by {', '.join(users)}; unload that first")
+        await self._leave(name, insist=True)
+
+    async def pin(self, name: str) -> None:
+        """Load ``name`` and keep it in Triton. Raises NereidError; then it is as it was."""
+        if name not in self._catalogue.served:
+            raise NotFound(f"model {name!r} is not served here")
+        before, self._slots[name].pinned = self._slots[name].pinned, True
+        try:
+            await self.wake(name)
+        except NereidError:
+            self._slots[name].pinned = before
+            raise
+
+    async def unpin(self, name: str) -> None:
+        """Let ``name`` go as any other; it is not unloaded by this. Raises NotFound."""
+        if name not in self._catalogue.served:
+            raise NotFound(f"model {name!r} is not served here")
+        self._slots[name].pinned = False
+
+    async def sweep(self) -> None:
+        """Unload what nobody has called for its time, until cancelled."""
+        while True:
+            self._came.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S if self._has_to_know() else _SELDOM_S):
+                    await self._came.wait()
+            try:
+                await self._sweep()
+            except (NereidError, OSError) as error:
+                _LOG.warning("idle models cannot be unloaded now: %s", error)
+            except Exception:  # noqa: BLE001 - the edge of a task nobody waits for
+                _LOG.exception("unloading idle models failed in a way nobody planned for; trying again")
+
+    async def stop(self) -> None:
+        """Cut the loads that are under way."""
+        loads = [slot.loading for slot in self._slots.values() if slot.loading is not None]
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
+    def _has_to_know(self) -> bool:
+        """Whether a model may have to go that is in Triton now."""
+        timeouts = any(model.source.settings.options.idle_timeout_s for model in self._catalogue.served.values())
+        return (timeouts or self._is_bounded) and any(map(self._is_loaded, self._catalogue.served))
+
+    async def _wait(self, name: str, slot: _Slot, budget_s: float | None) -> None:
+        public = self._catalogue.models.get(name)
+        if public is not None and slot.waiting >= public.capacity:
+            raise ResourceExhausted(QUEUE_FULL)
+        slot.waiting += 1
+        try:
+            await self.wake(name, budget_s)
+        finally:
+            slot.waiting -= 1
+
+    def _is_loaded(self, name: str) -> bool:
+        model = self._catalogue.served.get(name)
+        return model is not None and model.place is not Place.IDLE
+
+    def _is_open(self, name: str) -> bool:
+        return self._is_loaded(name) and not self._slots[name].closed
+
+    def _is_pinned(self, name: str) -> bool:
+        asked, model = self._slots[name].pinned, self._catalogue.served.get(name)
+        return asked if asked is not None else model is not None and model.source.settings.options.pinned
+
+    def _loaded_callers(self, name: str) -> list[str]:
+        """The meta models that need ``name``: those in Triton, or on their way there."""
+        callers = self._catalogue.callers(name)
+        return [each for each in callers if self._is_loaded(each) or self._slots[each].loading is not None]
+
+    async def _load_once(self, name: str) -> None:
+        slot = self._slots[name]
+        if slot.loading is None:
+            slot.loading = asyncio.create_task(self._load(name))
+            slot.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(slot.loading)
+
+    async def _load(self, name: str) -> None:
+        slot, begun = self._slots[name], time.monotonic()
+        try:
+            for callee in self._catalogue.served[name].source.calls or ():
+                if not self._is_open(callee):
+                    await self._load_once(callee)
+            async with self._room:
+                if not self._is_loaded(name):
+                    await self._make_room(name)
+                    slot.has_room = True
+            if await self._enter(name):
+                slot.since = time.monotonic()
+                slot.cold_starts += 1
+                slot.cold_last_s = slot.since - begun
+                slot.cold_total_s += slot.cold_last_s
+                self.thrashing += slot.gone is not None and slot.since - slot.gone < _THRASHING_S
+                slot.gone = None
+                _LOG.info("model %r is loaded, after %.2f s", name, slot.cold_last_s)
+                self._came.set()
+                await self._fit(name)
+        finally:
+            slot.has_room, slot.loading = False, None
+
+    async def _enter(self, name: str) -> bool:
+        try:
+            return await self._catalogue.enter(name)
+        except ModelLoadError as error:
+            if not is_out_of_memory(str(error)):
+                raise
+            async with self._room:
+                if not await self._evict_one(name, OUT_OF_MEMORY):
+                    raise ResourceExhausted(str(error), _RETRY_AFTER_S) from None
+            self.load_retries += 1
+            _LOG.warning("%s; trying once more", error)
+            return await self._catalogue.enter(name)
+
+    async def _make_room(self, name: str) -> None:
+        """Unload others until the settings allow ``name``. Raises ResourceExhausted when they cannot go now."""
+        needed = self._slots[name].memory_bytes or await asyncio.to_thread(self._catalogue.files_bytes, name)
+        while reason := self._lack(needed, hidden=self._catalogue.served[name].source.hidden):
+            if not await self._evict_one(name, FOR_ROOM):
+                raise _all_busy(name, reason)
+
+    def _lack(self, needed: int, *, hidden: bool) -> str:
+        """Which bound one more model of ``needed`` bytes would break; empty for none."""
+        most, budget = self.settings.max_loaded_models, self.settings.memory_budget_bytes
+        if most is not None and not hidden and self._count_loaded() >= most:
+            return f"max_loaded_models is {most}"
+        if budget is not None and self._loaded_bytes() + needed > budget:
+            return f"memory_budget_bytes is {budget}"
+        return ""
+
+    async def _fit(self, name: str) -> None:
+        """Unload others, or ``name`` itself, when it turns out to hold more than there was room for."""
+        await self._measure()
+        budget = self.settings.memory_budget_bytes
+        if budget is None:
+            return
+        async with self._room:
+            while self._loaded_bytes() > budget and await self._evict_one(name, FOR_ROOM):
+                await self._measure()
+            if self._loaded_bytes() <= budget or self._is_pinned(name):
+                return
+            own = self._slots[name].memory_bytes
+            if not await self._leave(name, insist=False):
+                return  # it is in use by now
+        if own > budget:
+            raise ModelLoadError(f"model {name!r} holds {own} bytes, memory_budget_bytes is {budget}; raise that")
+        raise _all_busy(name, f"memory_budget_bytes is {budget}")
+
+    async def _evict_one(self, name: str, reason: str) -> bool:
+        """Unload the model whose last use is longest ago, for ``name``; whether there was one that could go."""
+        await self.look()
+        for victim in sorted(self._victims(name), key=lambda each: self._slots[each].last):
+            if self._may_leave(victim) and await self._leave(victim, insist=False):
+                self._count(victim, reason)
+                _LOG.info("model %r is unloaded to make room for %r", victim, name)
+                return True
+        return False
+
+    def _victims(self, name: str) -> Iterator[str]:
+        now = time.monotonic()
+        for each in self._catalogue.served:
+            slot = self._slots[each]
+            young = now - slot.since < self.settings.min_residency_s
+            if each != name and self._is_open(each) and not (slot.is_busy or young) and self._may_leave(each):
+                yield each
+
+    def _may_leave(self, name: str) -> bool:
+        """Whether nobody wants ``name`` to stay, nothing else is being done with it, and it is alive."""
+        kept = self._is_pinned(name) or self._loaded_callers(name) or self._catalogue.is_changing(name)
+        return not kept and name not in self._catalogue.find_dead()
+
+    def _count(self, name: str, reason: str) -> None:
+        self.deallocations[reason] += 1
+        self._slots[name].gone = time.monotonic()
+
+    def _count_loaded(self) -> int:
+        return sum(
+            not model.source.hidden and (model.place is not Place.IDLE or self._slots[name].has_room)
+            for name, model in self._catalogue.served.items()
+        )
+
+    def _loaded_bytes(self) -> int:
+        return sum(
+            self._slots[name].memory_bytes
+            for name, model in self._catalogue.served.items()
+            if model.place is not Place.IDLE or self._slots[name].has_room
+        )
+
+    async def _leave(self, name: str, *, insist: bool) -> bool:
+        """Unload ``name``; whether it has gone. One that ``insist`` has its calls wait from the start."""
+        slot = self._slots[name]
+        slot.closed = insist
+        deadline = time.monotonic() + _LAST_CALLS_S
+
+        async def is_over() -> bool:
+            await asyncio.sleep(_WORKERS_LEARN_S)
+            while True:
+                await self.look()
+                # Who comes to call it from here on finds it closed, and waits.
+                if not slot.is_busy and (insist or not self._loaded_callers(name)):
+                    slot.closed = True
+                    return True
+                if not insist or time.monotonic() > deadline:
+                    return insist
+                await asyncio.sleep(_POLL_S)
+
+        try:
+            return await self._catalogue.leave(name, is_over)
+        finally:
+            slot.closed = False
+
+    async def _sweep(self) -> None:
+        await self.look()
+        now = time.monotonic()
+        # Who calls comes before whom it calls.
+        for name, model in reversed(tuple(self._catalogue.served.items())):
+            slot, timeout_s = self._slots[name], model.source.settings.options.idle_timeout_s
+            over = model.source.hidden and bool(self._catalogue.callers(name))
+            over |= timeout_s is not None and now - slot.last >= timeout_s
+            over &= self._is_open(name) and not slot.is_busy and self._may_leave(name)
+            if over and await self._leave(name, insist=False) and not model.source.hidden:
+                self._count(name, BY_TIMEOUT)
+                _LOG.info("model %r is unloaded: nobody has called it for %g s", name, timeout_s or 0)
+        if now - self._measured > _MEASURE_S:
+            await self._measure()
+
+    async def look(self) -> None:
+        """Learn from Envoy what is called: its own counters are all that shows calls it hands to Triton.
+
+        Raises EnvoyUnavailable.
+        """
+        traffic, now = await self._traffic(), time.monotonic()
+        for name in self._catalogue.served:
+            slot, seen = self._slots[name], traffic.get(name, _NO_CALLS)
+            if seen.active or seen.total != slot.traffic.total:
+                slot.used = now
+            slot.traffic = seen
+        for name in reversed(tuple(self._catalogue.served)):
+            used = self._slots[name].used
+            for callee in self._catalogue.served[name].source.calls or ():
+                if used is not None:
+                    self._slots[callee].used = max(used, self._slots[callee].used or 0.0)
+        for name in self._slots.keys() - self._catalogue.served.keys():
+            with suppress(KeyError):
+                if not self._slots[name].running and self._slots[name].loading is None:
+                    del self._slots[name]
+
+    async def _measure(self) -> None:
+        self._measured = time.monotonic()
+        loaded = {name: self._catalogue.processes_of(name) for name in self._catalogue.served if self._is_loaded(name)}
+        held = await asyncio.to_thread(_memory_bytes, loaded)
+        for name, count in held.items():
+            self._slots[name].memory_bytes = count or self._slots[name].memory_bytes
+
+
+def _all_busy(name: str, reason: str) -> ResourceExhausted:
+    return ResourceExhausted(f"model {name!r} has to wait: all active models are busy ({reason})", _RETRY_AFTER_S)
+
+
+def _memory_bytes(processes: Mapping[str, list[int]]) -> dict[str, int]:
+    return {name: sum(map(stubs.memory_bytes_of, pids)) for name, pids in processes.items()}
