@@ -16,6 +16,7 @@ import grpc
 from aiohttp import web
 
 from native_service.edge.http_endpoints import is_not_about_bad_bytes
+from native_service.envoy.snooze import RETRY_AFTER_S
 from native_service.front import Front
 from native_service.kserve.http import Held, HttpContext, beside
 from native_service.models.catalogue import Catalogue
@@ -23,7 +24,7 @@ from native_service.models.control import ModelControl
 from native_service.models.residency import Residency
 from native_service.settings import ServerSettings
 from native_service.snooze import uploaded
-from native_service.snooze.errors import RETRY_AFTER_S, in_snooze_words, no_such_model
+from native_service.snooze.errors import in_snooze_words, no_such_model
 from native_service.snooze.inference import Deadline
 from native_service.snooze.models_file import SERVER_NAME
 from native_service.snooze.rest_json import model_info, read_inputs, write_outputs
@@ -84,6 +85,7 @@ class RestServer:
         self._server, self._front, self._metrics = server, front, metrics
         self._catalogue, self._control, self._residency = catalogue, control, residency
         self._uploads = 0
+        self._remembering = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
     async def start(self, socket: str) -> None:
@@ -198,7 +200,8 @@ class RestServer:
             kept = await self._control.adopt(model, upload.file, overwrite=upload.overwrite)
         except (BundleError, EngineMissing, DeviceMissing) as error:
             raise InvalidArgument(f"the file cannot be served: {without_paths(str(error))}") from None
-        await asyncio.to_thread(uploaded.remember, self._server.folder, kept)
+        async with self._remembering:
+            await asyncio.to_thread(uploaded.remember, self._server.folder, kept)
         if keys.pinned:
             await self._residency.pin(name)
 
