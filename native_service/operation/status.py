@@ -16,6 +16,7 @@ from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl
 from native_service.models.records import ModelRecord
 from native_service.telemetry.recent_failures import RecentFailures
+from native_service.triton import stubs
 from native_service.triton.process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 
@@ -108,7 +109,7 @@ class Status:
                     "batch_sizes": [] if spec is None else list(spec.batch_sizes),
                     "restarts": restarts.get(name, 0),
                     "processes": pids,
-                    "memory_bytes": resident_bytes(pids),
+                    "memory_bytes": resident_bytes(stubs.with_descendants(pids)),
                     "version": None if spec is None else VERSION,
                     "loaded_at": None if record.loaded_s is None else _iso(record.loaded_s),
                 }
