@@ -200,6 +200,7 @@ def _server(read: _File, folder: Path, said: CommandLine) -> dict[str, Any]:
         "ml_backends_path": str(folder),
         "allow_model_control": True,
         "allow_insecure": said.allow_insecure,
+        "name": SERVER_NAME,
         "residency": residency,
         "auth": _auth(read.auth or _Auth(enabled=False), said),
     }

@@ -26,7 +26,6 @@ from native_service.settings import ServerSettings
 from native_service.snooze import uploaded
 from native_service.snooze.errors import in_snooze_words, no_such_model
 from native_service.snooze.inference import Deadline
-from native_service.snooze.models_file import SERVER_NAME
 from native_service.snooze.rest_json import model_info, read_inputs, write_outputs
 from native_service.snooze.upload import Upload, received
 from native_service.telemetry.exposition import own_version
@@ -121,7 +120,7 @@ class RestServer:
             await self._runner.cleanup()
 
     async def _service_info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"name": SERVER_NAME, "version": own_version(), "api": "v1"})
+        return web.json_response({"name": self._server.name, "version": own_version(), "api": "v1"})
 
     async def _live(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "live"})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from snoozeml.exceptions import SnoozeConnectionError, map_grpc_error
 from tritonclient.grpc import service_pb2
 
 from native_service.proto import snoozeml_pb2 as pb
@@ -151,6 +154,22 @@ def test_a_full_model_and_a_deadline_end_a_call_alike(fronting: Fronting, spec: 
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     with_both_ways(work, fronting, spec, capacity=1)
+
+
+def test_a_client_whose_server_goes_in_the_middle_of_a_call_is_told_that_it_has_gone(
+    fronting: Fronting, spec: Spec
+) -> None:
+    async def scenario() -> None:
+        async with fronting(spec()) as service:
+            service.triton.behave = service.triton.never
+            call = service.channel.unary_unary(INFER)(infer_request().SerializeToString())
+            await service.triton.entered.wait()
+            os.kill(service.front.envoy_pid, signal.SIGKILL)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert type(map_grpc_error(caught.value)) is SnoozeConnectionError
+
+    asyncio.run(scenario())
 
 
 BYTES = (0, 1, 2, 10, 16, 18, 24, 34, 127, 128, 255)
