@@ -39,6 +39,7 @@ from nereid_backend.errors import (
     NereidError,
     NotOffered,
     OverLimit,
+    RepositoryError,
     ResourceExhausted,
 )
 
@@ -197,10 +198,15 @@ class RestServer:
         model = base.model_copy(update={"options": options, "device": keys.own_device or base.device})
         try:
             kept = await self._control.adopt(model, upload.file, overwrite=upload.overwrite)
+        except RepositoryError:
+            raise  # the disk's fault
         except (BundleError, EngineMissing, DeviceMissing) as error:
             raise InvalidArgument(f"the file cannot be served: {without_paths(str(error))}") from None
-        async with self._remembering:
-            await asyncio.to_thread(uploaded.remember, self._server.folder, kept)
+        try:
+            async with self._remembering:
+                await asyncio.to_thread(uploaded.remember, self._server.folder, kept)
+        except RepositoryError as error:
+            _LOG.warning("%s; after a restart it has the default ones", error)
         if keys.pinned:
             await self._residency.pin(name)
 

@@ -32,6 +32,7 @@ from nereid_backend.errors import (
     ModelLoading,
     NereidError,
     OverLimit,
+    RepositoryError,
     ResourceExhausted,
 )
 from nereid_backend.spec import ModelSpec
@@ -239,6 +240,15 @@ def test_an_upload_whose_client_has_gone_is_taken_or_refused_as_a_whole(
         await until(lambda: bool(world.adopted))
         assert world.adopted[0][1] == b"DATA"  # its file was there to the end
         await until(lambda: [path.name for path in (tmp_path / FOLDER).iterdir()] == ["models.json"])
+
+    run(scenario)
+
+
+def test_a_disk_that_fails_is_not_the_caller_s_mistake(run: Callable[..., None]) -> None:
+    async def scenario(world: World, client: ClientSession) -> None:
+        world.fail = RepositoryError("model 'up' cannot be put in place (No space left on device)")
+        async with client.post("/v1/models/upload", data=form()) as answer:
+            assert (answer.status, (await answer.json())["error"]) == (500, str(world.fail))
 
     run(scenario)
 
