@@ -1,8 +1,8 @@
 """nereid.yaml: what is served, where, and within which limits.
 
 The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.tls``, ``server.auth``,
-``server.http_infer_addr``, ``server.log_format``, ``server.allow_*`` and ``models[].options``. Unknown keys are errors
-and relative paths are relative to the file.
+``server.http_infer_addr``, ``server.name``, ``server.log_format``, ``server.allow_*`` and ``models[].options``. Unknown
+keys are errors and relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ class ServerSettings(Section):
     """Health and metrics over HTTP; None is off."""
     http_infer_addr: AddressText | None = None
     """KServe v2 over HTTP; None is off."""
+    name: Annotated[NonBlank, Field(max_length=128)] = "nereid"
+    """What ServerMetadata calls this server; some clients look for ``snooze-ml``."""
     allow_insecure: bool = False
     """Whether an address that other machines reach may do without TLS or without knowing its callers."""
     allow_model_control: bool = False
