@@ -78,6 +78,7 @@ def nereid() -> None:
 @click.option("--bind", metavar="IP:PORT", help="Address of the service (default: 127.0.0.1:50051).")
 @click.option("--http", metavar="IP:PORT", help="Address of health and metrics over HTTP (default: off).")
 @click.option("--rest", metavar="IP:PORT", help="Address of SnoozeML's REST (default: off; 8080 with models.toml).")
+@click.option("--allow-code", is_flag=True, help="Open models in PATH that run code of their own: you trust them.")
 @click.option("--state", type=click.Path(path_type=Path), help="Write addresses and pid here, as JSON, once ready.")
 @click.option("--watch", is_flag=True, help="Follow the folder: models come, change and go while others are served.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of the log on stderr (default: text).")
@@ -90,6 +91,7 @@ def serve(
     bind: str | None,
     http: str | None,
     rest: str | None,
+    allow_code: bool,
     state: Path | None,
     watch: bool,
     log_format: str | None,
@@ -103,18 +105,23 @@ def serve(
     """
     if path is not None and config is not None:
         raise click.UsageError("PATH and --config exclude each other")
+    if allow_code and path is None:
+        raise click.UsageError("--allow-code goes with PATH; a settings file says it for each model")
 
     def read() -> tuple[Settings, Path | None]:
         from native_service import settings
         from native_service.snooze import models_file
 
         file = models_file.find(path) if path is not None else config or Path(settings.DEFAULT_FILE)
+        if file is not None and allow_code:
+            raise NereidError(f"--allow-code is for a folder without settings; {file.name} says it for each model")
         if file is not None and models_file.is_one(file):
             said = models_file.CommandLine(bind, rest, http)
             return models_file.load(file, file.parent if path is None else path, said), file
         if file is not None:
             return settings.with_addresses(settings.load(file), bind, http, rest), file
-        return settings.for_folder(Path(str(path)), bind=bind or settings.DEFAULT_BIND, http=http, rest=rest), None
+        bound = bind or settings.DEFAULT_BIND
+        return settings.for_folder(Path(str(path)), bind=bound, http=http, rest=rest, allow_code=allow_code), None
 
     run_server(read, log_format, verbose, tritonserver=tritonserver, envoy=envoy, state_file=state, watch=watch)
 

@@ -304,11 +304,18 @@ def load(path: Path) -> Settings:
     return settings.model_copy(update={"server": server})
 
 
-def for_folder(path: Path, *, bind: str = DEFAULT_BIND, http: str | None = None, rest: str | None = None) -> Settings:
+def for_folder(
+    path: Path,
+    *,
+    bind: str = DEFAULT_BIND,
+    http: str | None = None,
+    rest: str | None = None,
+    allow_code: bool = False,
+) -> Settings:
     """Settings without a file: every bundle in ``path``, on the CPU, ``DEFAULT_CAPACITY`` calls each."""
     folder = directory(path.absolute(), "PATH")
     server = _server({"bind_addr": bind, "http_addr": http, "rest_addr": rest, "ml_backends_path": str(folder)})
-    return Settings(server=server, models=(), others=OtherModels())
+    return Settings(server=server, models=(), others=OtherModels(options=ModelOptions(allow_code=allow_code)))
 
 
 def with_addresses(settings: Settings, bind: str | None, http: str | None, rest: str | None = None) -> Settings:
