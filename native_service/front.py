@@ -16,6 +16,7 @@ from native_service.edge.local_channel import open_channel
 from native_service.edge.regions import Regions
 from native_service.envoy.access import OPEN, Access
 from native_service.envoy.admin import EnvoyAdmin, Traffic
+from native_service.envoy.listeners import TURNED_CALLS, TURNED_MS
 from native_service.envoy.process import EnvoyServer
 from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted, Place
 from native_service.kserve.grpc import KServeService, ModelControl
@@ -27,7 +28,7 @@ from native_service.nereid.script_calls import ScriptCalls
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Limits, ServerSettings
 from native_service.snooze.grpc import SnoozeService
-from native_service.snooze.inference import SnoozeInference
+from native_service.snooze.inference import Counts, SnoozeInference
 from native_service.telemetry.exposition import Counted
 from native_service.telemetry.metrics import Failed, Refusals, Tally
 from native_service.triton.process import TritonServer
@@ -37,6 +38,8 @@ from nereid_backend.spec import ModelSpec
 _DRAIN_S = 10.0
 # Of the largest: what our server holds while it answers is no attack.
 _REQUESTS_AT_ONCE = 4
+# gRPC's.
+_OK = "0"
 
 
 class Front:
@@ -69,6 +72,7 @@ class Front:
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
         self._answered_calls: Tally[tuple[str, int]] = Tally()
+        self._turned_calls: Tally[tuple[str, str]] = Tally()
         self._connections: Tally[str] = Tally()
         self._counting = asyncio.Lock()
         self._ending = contextlib.AsyncExitStack()
@@ -100,7 +104,8 @@ class Front:
         self._ending.push_async_callback(scripts.stop)
         if server.allow_shared_memory:
             self._memory = SharedMemory(self._triton.channel, self._triton.key)
-        kserve = KServeService(specs, inference, self._triton.channel, self.is_ready, control, scripts, self._memory)
+        triton = self._triton.channel
+        kserve = KServeService(specs, inference, triton, self.is_ready, control, scripts, self._memory, server.name)
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
@@ -171,6 +176,8 @@ class Front:
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
             ever = self._connections.total(life, {"": look.connections_ever})
+            if self.snooze is not None:
+                self.snooze.turned = _turned(self._turned_calls.total(life, look.turned))
             return Counted(
                 Failed(self._failed_calls.total(life, look.failed), self._refusals.counts),
                 self._answered_calls.total(life, look.answered_ms),
@@ -307,6 +314,13 @@ def _capacities(models: Sequence[Admitted]) -> dict[str, int]:
 
 def _idle(models: Sequence[Admitted]) -> frozenset[str]:
     return frozenset(model.spec.name for model in models if model.place is Place.IDLE)
+
+
+def _turned(counted: Mapping[tuple[str, str], int]) -> Counts:
+    """Of SnoozeML's calls, those that Envoy did not send to our service."""
+    good = counted.get((TURNED_CALLS, _OK), 0)
+    bad = sum(count for (name, status), count in counted.items() if name == TURNED_CALLS and status != _OK)
+    return Counts(good, bad, counted.get((TURNED_MS, _OK), 0) / 1000)
 
 
 def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from native_service.envoy import access as envoy_access
 from native_service.envoy import limits as envoy_limits
 from native_service.envoy import scripts as envoy_scripts
+from native_service.envoy import snooze as envoy_snooze
 from native_service.envoy.listeners import BUFFER_BYTES, HTTP_ANSWER_S, HTTP_IDLE_S, header, listeners, named_route
 from native_service.envoy.scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE, TRITON
 from native_service.envoy.settings import (
@@ -132,7 +133,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     # models that are away, has those loaded that are idle, and checks texts that would fail a whole batch.
     native = [(model.spec, model.time_limit_s) for model in models if _is_native(model)]
     # What the script knows of the models changes with them, so it travels with the routes.
-    on_request = envoy_scripts.on_request(native)
+    on_request = envoy_scripts.on_request(native, envoy_snooze.on_infer(spec for spec, _ in native))
     # The header, where there is one: gRPC's library keeps its own from us, and answers are to travel in kind.
     coding = header(CODING_HEADER, "%REQ(grpc-encoding)%")
     service = {"route": {"cluster": SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}
@@ -144,10 +145,18 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
         "typed_per_filter_config": {**_script(on_request), **envoy_access.per_route(settings.access.credentials)},
         "routes": [
             named_route(f"/{KSERVE}/"),
+            _snooze_route(on_request),
             {"match": {"prefix": "/"}, **service, "typed_per_filter_config": scripted},
         ],
     }
     return {"name": PUBLIC, "virtual_hosts": [host]}
+
+
+def _snooze_route(on_request: str) -> Json:
+    """Of calls of SnoozeML's that the script has turned into ModelInfer."""
+    route = named_route(envoy_snooze.INFER)
+    rewritten = {**route["route"], "prefix_rewrite": envoy_snooze.MODEL_INFER}
+    return {**route, "route": rewritten, "typed_per_filter_config": _script(on_request + envoy_snooze.on_answer())}
 
 
 def _is_native(model: Admitted) -> bool:

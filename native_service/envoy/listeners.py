@@ -28,6 +28,7 @@ from native_service.envoy.settings import (
     Json,
     http2_options,
 )
+from native_service.envoy.snooze import BEGUN
 from native_service.settings import Address
 
 QUEUE_FULL = "model queue full, retry later"
@@ -35,6 +36,8 @@ GONE = "the server behind this address does not answer, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
+# And TURNED_CALLS.status.NUMBER, TURNED_MS.status.NUMBER.
+TURNED_CALLS, TURNED_MS = "snooze_calls", "snooze_ms"
 
 # Callers choose the lengths of what is cut here. Metadata is cut only in the middle of other text: hence the space.
 FAILURE_FIELDS = {
@@ -88,7 +91,7 @@ def listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, J
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
-    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line()]}
+    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line(), _turned_count()]}
     listener = _listener(settings, PUBLIC, {"socket_address": address}, routes, filters, more)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
@@ -274,6 +277,22 @@ def _failure_count() -> Json:
     }
     failed = {"grpc_status_filter": {"statuses": ["OK"], "exclude": True}}
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
+
+
+def _turned_count() -> Json:
+    """Counts the calls of SnoozeML's that a script has turned, which our service does not see, and their time in ms."""
+    status = [{"name": "status", "value_format": "%GRPC_STATUS_NUMBER%"}]
+    config = {
+        "@type": _TYPE + "envoy.extensions.access_loggers.stats.v3.Config",
+        "stats_scope": {"max_counters": _MOST_FAILURE_COUNTERS},
+        "counters": [
+            {"stat": {"name": TURNED_CALLS, "tags": status}, "value_fixed": 1},
+            {"stat": {"name": TURNED_MS, "tags": status}, "value_format": "%DURATION%"},
+        ],
+    }
+    turned = {"filter": METADATA, "path": [{"key": BEGUN}], "value": {"present_match": True}}
+    only = {"metadata_filter": {"matcher": turned, "match_if_key_not_found": False}}
+    return {"name": "envoy.access_loggers.stats", "filter": only, "typed_config": config}
 
 
 def _failure_line() -> Json:

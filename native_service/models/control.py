@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from converters import durable
 from native_service.models.catalogue import Catalogue
 from native_service.models.conversion import Converted, Converter, Source
 from native_service.models.records import ModelRecord, ModelRecords
@@ -258,6 +257,8 @@ class ModelControl:
         self._unloaded.add(name)
 
     async def _adopt(self, model: ModelSettings, file: Path, overwrite: bool) -> None:
+        from converters import durable
+
         name, before, folder = model.name, self._tried.get(model.name), self._settings.server.folder
         target = folder / file.name if before is None else before.source.path
         was_there = target.exists()
@@ -473,6 +474,8 @@ class ModelControl:
 
 
 def _undo_swap(file: Path, target: Path, was_there: bool) -> None:
+    from converters import durable
+
     if was_there:
         durable.swap_in(file, target, replace=True)
     else:

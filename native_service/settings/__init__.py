@@ -1,8 +1,8 @@
 """nereid.yaml: what is served, where, and within which limits.
 
 The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.tls``, ``server.auth``,
-``server.http_infer_addr``, ``server.rest_addr``, ``server.log_format``, ``server.allow_*``, ``models[].options`` and
-``others``. Unknown keys are errors and relative paths are relative to the file.
+``server.http_infer_addr``, ``server.rest_addr``, ``server.name``, ``server.log_format``, ``server.allow_*``,
+``models[].options`` and ``others``. Unknown keys are errors and relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ class ServerSettings(Section):
     """KServe v2 over HTTP; None is off."""
     rest_addr: AddressText | None = None
     """SnoozeML's REST, health and metrics included; None is off."""
+    name: Annotated[NonBlank, Field(max_length=128)] = "nereid"
+    """What ServerMetadata calls this server; some clients look for ``snooze-ml``."""
     allow_insecure: bool = False
     """Whether an address that other machines reach may do without TLS or without knowing its callers."""
     allow_model_control: bool = False

@@ -13,18 +13,11 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from native_service.snooze.inference import Counts
 from native_service.telemetry.metrics import Tally
 
 _RUNS = re.compile(r'^nv_inference_exec_count\{model="([^"]*)"[^}]*\} (\S+)$', re.MULTILINE)
 _REASONS = ("oom", "idle", "capacity")
-
-
-class Counts(Protocol):
-    """Calls of SnoozeML's clients since the start, and the seconds that the good ones took together."""
-
-    succeeded: int
-    failed: int
-    seconds: float
 
 
 class Lifecycle(Protocol):

@@ -16,6 +16,7 @@ import grpc
 from aiohttp import web
 
 from native_service.edge.http_endpoints import is_not_about_bad_bytes
+from native_service.envoy.snooze import RETRY_AFTER_S
 from native_service.front import Front
 from native_service.kserve.http import Held, HttpContext, beside
 from native_service.models.catalogue import Catalogue
@@ -23,7 +24,7 @@ from native_service.models.control import ModelControl
 from native_service.models.residency import Residency
 from native_service.settings import ServerSettings
 from native_service.snooze import uploaded
-from native_service.snooze.errors import RETRY_AFTER_S, in_snooze_words, no_such_model
+from native_service.snooze.errors import in_snooze_words, no_such_model
 from native_service.snooze.inference import Deadline
 from native_service.snooze.models_file import SERVER_NAME
 from native_service.snooze.rest_json import model_info, read_inputs, write_outputs

@@ -20,7 +20,6 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 
-from converters import kinds
 from native_service.settings.errors import describe
 from native_service.snooze.models_file import ModelKeys
 from native_service.snooze.uploaded import FOLDER
@@ -170,6 +169,8 @@ async def _write(part: BodyPartReader, target: Path, most_bytes: int) -> None:
 
 
 def _checked(parts: dict[str, str], filename: str, place: Path) -> Upload:
+    from converters import kinds
+
     # It only says what kind of file this is, and perhaps a name.
     given = filename.rpartition("/")[2]
     kind = next((kind for kind in kinds.FILE_KINDS if kind.name in _KINDS and given.endswith(kind.suffixes)), None)

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from converters import durable
 from native_service.settings import ModelSettings
 from nereid_backend.errors import RepositoryError
 
@@ -29,6 +28,8 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 def remember(folder: Path, model: ModelSettings) -> None:
     """Keep the settings of ``model``, instead of those of that name from before. Raises RepositoryError."""
+    from converters import durable
+
     known = {each.name: each for each in _known(folder)} | {model.name: model}
     place = folder / FOLDER
     fresh = place / f"{_FILE}.new"
