@@ -22,6 +22,7 @@ from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVI
 from native_service.kserve.grpc import KServeService, ModelControl
 from native_service.kserve.http import HttpInference
 from native_service.kserve.shared_memory import SharedMemory
+from native_service.nereid.checkpoint import Budget
 from native_service.nereid.grpc import NativeServer, NereidService
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.run_directory import RunDirectory
@@ -61,9 +62,10 @@ class Front:
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService | NereidService | SnoozeInference, ...] = ()
         self._native: NereidService | None = None
-        self.snooze: SnoozeInference | None = None
-        """What runs models for SnoozeML's clients; None before the start."""
         self._memory: SharedMemory | None = None
+        self._snooze: SnoozeInference | None = None
+        self.limits = Limits()
+        """What calls that begin now may send, once it has been started."""
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
@@ -89,7 +91,8 @@ class Front:
         ``control``: what callers may do. Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason
         for anything else.
         """
-        self._specs, limits = [model.spec for model in models], server.limits
+        self._specs, self.limits = [model.spec for model in models], server.limits
+        limits = self.limits
         specs = self._specs
         channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
@@ -106,7 +109,7 @@ class Front:
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
-        self.snooze = snooze = SnoozeInference(specs, inference, scripts)
+        self._snooze = snooze = SnoozeInference(specs, inference, scripts)
         snooze.capacities = _capacities(models)
         snooze_service = SnoozeService(snooze, inference.half_sent, native.budget)
         self._native, self._services = native, (kserve, native, snooze)
@@ -135,6 +138,7 @@ class Front:
             access=self._access,
             http=server.http,
             http_infer=server.http_infer,
+            rest=server.rest,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         service.set_serving(True)
@@ -187,6 +191,27 @@ class Front:
             )
 
     @property
+    def snooze(self) -> SnoozeInference:
+        """What runs models for SnoozeML's clients."""
+        if self._snooze is None:
+            raise RuntimeError("the front has not been started")
+        return self._snooze
+
+    @property
+    def inference(self) -> Inference:
+        """The way to Triton."""
+        if self._inference is None:
+            raise RuntimeError("the front has not been started")
+        return self._inference
+
+    @property
+    def budget(self) -> Budget:
+        """The tensor bytes that all calls may hold together."""
+        if self._native is None:
+            raise RuntimeError("the front has not been started")
+        return self._native.budget
+
+    @property
     def envoy_restarts(self) -> int:
         """How often Envoy was started again after its death."""
         return 0 if self._envoy is None else self._envoy.restarts
@@ -200,6 +225,11 @@ class Front:
     def http_infer(self) -> Address | None:
         """Where KServe v2 over HTTP is, with the real port; None when it is off."""
         return None if self._envoy is None else self._envoy.http_infer
+
+    @property
+    def rest(self) -> Address | None:
+        """Where SnoozeML's REST is, with the real port; None when it is off."""
+        return None if self._envoy is None else self._envoy.rest
 
     @property
     def envoy_pid(self) -> int | None:
@@ -218,8 +248,8 @@ class Front:
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
         self._inference.idle = _idle(models)
         self._inference.time_limits_s = _time_limits_s(models)
-        if self.snooze is not None:
-            self.snooze.capacities = _capacities(models)
+        if self._snooze is not None:
+            self._snooze.capacities = _capacities(models)
         self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
@@ -261,6 +291,7 @@ class Front:
 
         ``max_request_bytes``, and what Envoy may hold, stay as they are.
         """
+        self.limits = limits
         if self._native is not None:
             self._native.set_limits(limits)
         if self._http_inference is not None:

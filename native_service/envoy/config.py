@@ -33,6 +33,9 @@ from native_service.envoy.settings import (
     HTTP_ROUTES_FILE,
     HTTP_SOCKET,
     PUBLIC,
+    REST,
+    REST_ROUTES_FILE,
+    REST_SOCKET,
     ROUTES_FILE,
     SERVICE,
     SERVICE_SOCKET,
@@ -55,7 +58,7 @@ _TYPE = "type.googleapis.com/"
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": PUBLIC, "config_source": _watched(ROUTES_FILE)}}
-    files = {HTTP: HTTP_ROUTES_FILE, HTTP_INFER: HTTP_INFER_ROUTES_FILE}
+    files = {HTTP: HTTP_ROUTES_FILE, HTTP_INFER: HTTP_INFER_ROUTES_FILE, REST: REST_ROUTES_FILE}
     http = {name: {"rds": {"route_config_name": name, "config_source": _watched(file)}} for name, file in files.items()}
     return {
         **_base(settings),
@@ -67,7 +70,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    http = {name: {"route_config": _http_routes(settings, name)} for name in (HTTP, HTTP_INFER)}
+    http = {name: {"route_config": _http_routes(settings, name)} for name in (HTTP, HTTP_INFER, REST)}
     resources = {"listeners": listeners(settings, routes, http), "clusters": clusters(settings, models)}
     return {**_base(settings), "static_resources": resources}
 
@@ -85,7 +88,11 @@ def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
 def http_routes_files(settings: EnvoySettings) -> dict[str, Json]:
     """By file, of the HTTP addresses that are open."""
     kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
-    names = {HTTP_ROUTES_FILE: (HTTP, settings.http), HTTP_INFER_ROUTES_FILE: (HTTP_INFER, settings.http_infer)}
+    names = {
+        HTTP_ROUTES_FILE: (HTTP, settings.http),
+        HTTP_INFER_ROUTES_FILE: (HTTP_INFER, settings.http_infer),
+        REST_ROUTES_FILE: (REST, settings.rest),
+    }
     return {
         file: {"resources": [{"@type": kind, **_http_routes(settings, name)}]}
         for file, (name, address) in names.items()
@@ -110,6 +117,7 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
         ),
         *([_http_cluster(HTTP, HTTP_SOCKET)] if settings.http else []),
         *([_http_cluster(HTTP_INFER, HTTP_INFER_SOCKET)] if settings.http_infer else []),
+        *([_http_cluster(REST, REST_SOCKET)] if settings.rest else []),
     ]
 
 

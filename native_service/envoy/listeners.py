@@ -1,7 +1,7 @@
 """The addresses that Envoy opens, and what it says there by itself: refusals, counts and lines of failed calls.
 
 The public one is for gRPC; a script on it names the cluster of a call (``envoy/config.py``). ``inner`` is a Unix socket
-for our own service. The two for HTTP pass everything to sockets of ours.
+for our own service. Those for HTTP pass everything to sockets of ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from native_service.envoy.scripts import (
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
 )
-from native_service.envoy.settings import HTTP, HTTP_INFER, INNER_SOCKET, PUBLIC, EnvoySettings, Json, http2_options
+from native_service.envoy.settings import (
+    HTTP,
+    HTTP_INFER,
+    INNER_SOCKET,
+    PUBLIC,
+    REST,
+    EnvoySettings,
+    Json,
+    http2_options,
+)
 from native_service.envoy.snooze import BEGUN
 from native_service.settings import Address
 
@@ -71,8 +80,12 @@ _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.Http
 def listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, Json]) -> list[Json]:
     """All of them; ``routes`` of the public one, ``http_routes`` by the name of those for HTTP."""
     health = [_http(settings, settings.http, http_routes[HTTP])] if settings.http else []
-    inference = [_http_inference(settings, settings.http_infer, http_routes[HTTP_INFER])] if settings.http_infer else []
-    return [_public(settings, routes), _inner(settings), *health, *inference]
+    calls = [
+        _http_calls(settings, name, address, http_routes[name])
+        for name, address in ((HTTP_INFER, settings.http_infer), (REST, settings.rest))
+        if address is not None
+    ]
+    return [_public(settings, routes), _inner(settings), *health, *calls]
 
 
 def _public(settings: EnvoySettings, routes: Json) -> Json:
@@ -103,14 +116,14 @@ def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
     return {**listener, "ignore_global_conn_limit": True}
 
 
-def _http_inference(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
-    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
+def _http_calls(settings: EnvoySettings, name: str, bind: Address, routes: Json) -> Json:
+    """Calls of models over HTTP: everything is for our service, which calls Triton through the inner listener."""
     refusals = {
         "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
         "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
     }
     more = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
-    return _http_listener(settings, HTTP_INFER, bind, [], {**more, **routes}, ask_clients=True)
+    return _http_listener(settings, name, bind, [], {**more, **routes}, ask_clients=True)
 
 
 def _http_listener(
