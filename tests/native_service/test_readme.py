@@ -38,10 +38,11 @@ def test_the_clients_in_the_readme_classify_digits(
         (tmp_path / "bundles").symlink_to(demo_bundles)
         monkeypatch.chdir(tmp_path)
         names: dict[str, Any] = {}
-        stock, own, *_ = blocks("python")
+        stock, own, snoozing, *_ = blocks("python")
         exec(stock, names)
         names["client"].close()
         exec(own, names)
+        exec(snoozing, names)
         (bench,) = re.findall(r"^    nereid (bench digits .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
         shortly = ["--duration", "0.5", "--window", "0.5", "--warm-up", "0"]
         subprocess.run([sys.executable, "-m", "native_service.cli", *bench.split(), *shortly], check=True)
@@ -52,6 +53,7 @@ def test_the_clients_in_the_readme_classify_digits(
     local = np.load(demo_bundles / "digits" / "local_jax.npy")
     np.testing.assert_allclose(names["probabilities"], local[:2], atol=1e-5)
     np.testing.assert_allclose(names["streamed"], local[:2], atol=1e-5)
+    np.testing.assert_allclose(names["snoozed"], local[:2], atol=1e-5)
 
 
 def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
