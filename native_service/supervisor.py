@@ -177,7 +177,7 @@ async def _start(
     residency = Residency(catalogue, server.residency)
     ending.push_async_callback(residency.stop)
     control = ModelControl(settings, catalogue, residency, new_converter, lenient=options.watch)
-    status.preparing(catalogue, control)
+    status.preparing(catalogue, residency, control)
     converted = await control.convert()
     ending.push_async_callback(triton.stop)
     await triton.start()
@@ -188,7 +188,7 @@ async def _start(
     residency.open(front.traffic)
     ending.callback(asyncio.create_task(residency.sweep()).cancel)
     if front.http is not None:
-        probes = _probes(run, triton, catalogue, control, front)
+        probes = _probes(run, triton, catalogue, residency, control, front)
         await probes.start()
         ending.push_async_callback(probes.stop)
     ending.push_async_callback(control.stop)
@@ -221,7 +221,12 @@ def _triton(install: TritonInstall, run: RunDirectory) -> TritonServer:
 
 
 def _probes(
-    run: RunDirectory, triton: TritonServer, catalogue: Catalogue, control: ModelControl, front: Front
+    run: RunDirectory,
+    triton: TritonServer,
+    catalogue: Catalogue,
+    residency: Residency,
+    control: ModelControl,
+    front: Front,
 ) -> HttpEndpoints:
     """Health and metrics, for the socket that Envoy hands them to."""
     return HttpEndpoints(
@@ -235,6 +240,7 @@ def _probes(
             dict(catalogue.load_s),
             control.restarts,
             {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
+            residency.residences,
         ),
     )
 

@@ -23,7 +23,8 @@ from types import MappingProxyType
 
 from native_service.envoy.settings import Admitted, Place
 from native_service.front import Front
-from native_service.kserve.grpc import VERSION, ModelControl
+from native_service.kserve.descriptions import VERSION
+from native_service.kserve.grpc import ModelControl
 from native_service.models.conversion import Converted, Converter, Source
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
