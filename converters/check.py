@@ -26,6 +26,7 @@ from converters import (
     repository,
     saved_model,
     script,
+    snooze,
     triton_models,
 )
 from converters.arity import ArityReport
@@ -36,6 +37,7 @@ from converters.prepared import Prepared
 from converters.weights import BundleWeights
 from nereid_backend.records import record
 from nereid_backend.scripts import CPP, PYTHON
+from nereid_backend.snooze import ENGINE as SNOOZE
 from nereid_backend.spec import ModelSpec, TensorSpec
 from nereid_backend.user_code import USER_CODE
 
@@ -179,6 +181,9 @@ def _folder(report: Report, directory: Path) -> Iterator[Report]:
     if found.backend in (PYTHON, CPP):
         spec, _ = script.inspect(directory, report.name, "cpu", found.backend, found.contract)
         yield _described(report, Prepared(spec, {}))
+    elif found.backend == SNOOZE:
+        snooze.inspect(directory, found.contract)
+        yield replace(report, notes=(kinds.needs_consent(report.name, snooze.RUNS_CODE),))
     elif found.kind is None or found.file is None:
         yield replace(report, notes=(kinds.needs_consent(saved_model.FILE, saved_model.RUNS_CODE),))
     else:

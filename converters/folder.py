@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters import contract as contracts
-from converters import kinds, saved_model, script
+from converters import kinds, saved_model, script, snooze
 from converters.artifact import serve_under
 from converters.contract import CONTRACT_FILE, Contract
 from converters.kinds import FileKind, Opening, file_kinds
@@ -19,13 +19,15 @@ from converters.prepared import Prepared
 from converters.script import DEFAULT_CHILDREN
 from nereid_backend.errors import BundleError
 from nereid_backend.scripts import CPP, PYTHON
+from nereid_backend.snooze import ENGINE as SNOOZE
+from nereid_backend.snooze import MODEL_FILE, OPTIONS_FILE
 
 ALIASES = {"rust": "torch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """A nereid folder before its model is opened; ``kind`` and ``file`` are None for scripts and SavedModels."""
+    """A nereid folder before its model is opened; ``kind`` and ``file`` are None for programs and SavedModels."""
 
     backend: str
     contract: Contract
@@ -57,6 +59,7 @@ def detectors() -> dict[str, tuple[Callable[[Path], bool], str]]:
             _has(CONTRACT_FILE, saved_model.FILE, "variables"),
             f"{CONTRACT_FILE}, saved_model.pb and variables/",
         ),
+        SNOOZE: (snooze.is_worker, f"{MODEL_FILE} or {OPTIONS_FILE}"),
         "cpp": (_has_cpp, f"{CONTRACT_FILE} and main.cpp, build.sh or model"),
         "cxx": (lambda _: False, "nothing: it must be named by backend"),
     }
@@ -78,6 +81,8 @@ def detect(folder: Path, backend: str | None = None) -> str:
         # A script may keep model files of its own beside it; those nereid-server knows, too, ask which is meant.
         ours = {kind.name for kind in file_kinds()} - {"torch", "onnx"}
         found = [name for name in found if name not in ours]
+    if SNOOZE in found:
+        found = [name for name in found if name in (SNOOZE, PYTHON)]
     if not found:
         raise BundleError(f"the folder is neither a bundle (manifest.yaml) nor a nereid folder: {_missing(folder)}")
     if len(found) > 1:
@@ -121,6 +126,9 @@ def read(
     contract = found.contract
     if found.backend in (PYTHON, CPP):
         return script.read(folder, name, opening.device, found.backend, contract, children)
+    if found.backend == SNOOZE:
+        kinds.ask_for_code(name, snooze.RUNS_CODE, opening)
+        return snooze.read(folder, name, opening.device, contract)
     if found.kind is None or found.file is None:
         kinds.ask_for_code(saved_model.FILE, saved_model.RUNS_CODE, opening)
         artifact = saved_model.read(folder, opening.signature)
@@ -133,6 +141,9 @@ def recognize(folder: Path, backend: str | None = None) -> Recognized:
     """What a nereid folder is and declares, without opening its model. Raises BundleError subclasses."""
     found = detect(folder, backend)
     kind = next((kind for kind in file_kinds() if kind.name == found), None)
+    if found == SNOOZE:
+        declared = (folder / CONTRACT_FILE).exists()
+        return Recognized(found, contracts.read(folder / CONTRACT_FILE) if declared else snooze.UNDECLARED)
     if kind is None and found not in ("tensorflow", PYTHON, CPP):
         raise BundleError(f"{found} folders are not supported; export the model as .onnx or as a StableHLO bundle")
     contract = contracts.read(folder / CONTRACT_FILE)

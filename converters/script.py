@@ -51,7 +51,7 @@ def inspect(
     folder: Path, name: str, device: str, kind: str, contract: Contract, children: int = DEFAULT_CHILDREN
 ) -> tuple[ModelSpec, dict[str, Path]]:
     """What a script folder serves, and its files by their paths in it; nothing is built. Raises BundleError."""
-    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    files = files_of(folder)
     preload: tuple[str, ...] = ()
     if kind == PYTHON:
         tree = _parsed(folder / MAIN_FILE)
@@ -90,6 +90,11 @@ def _spec(name: str, device: str, kind: str, contract: Contract, script: Script)
 def _tensor(tensor: ContractTensor, limit: int) -> TensorSpec:
     dims = tensor.dims or ()
     return TensorSpec(tensor.name, tensor.dtype, (VARIABLE, *dims) if limit else dims, 0 if limit else None)
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """The files of a folder but those of environments and caches, by their paths in it. Raises BundleError."""
+    return {path.relative_to(folder).as_posix(): path for path in _files(folder)}
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -54,12 +54,13 @@ def learn(spec: ModelSpec, directory: Path, outputs: Sequence[OpenOutput], devic
     draft = tuple(TensorSpec(o.name, o.dtype or "f32", o.dims or (), None, o.binding) for o in outputs)
     engine = engine_class(spec.engine).load(replace(spec, outputs=draft, device=device), directory)
     try:
-        return _learn(engine, spec, outputs)
+        return try_out(engine, spec, outputs)
     finally:
         engine.close()
 
 
-def _learn(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Learned:
+def try_out(engine: Engine, spec: ModelSpec, outputs: Sequence[OpenOutput]) -> Learned:
+    """``learn`` with an ``engine`` that is open."""
     batched = spec.max_batch_size > 0
     try:
         alone, varied = (_run_once(engine, spec, size) for size in _VARIABLE_SIZES)

@@ -22,6 +22,8 @@ from nereid_backend.engines import Array
 from nereid_backend.errors import BundleError, SignatureError, short_repr
 
 EXTRA = "xgboost"
+PREDICTION_ONLY_SUFFIX = ".xgb.json"
+"""What SnoozeML calls such a file. Its one output is XGBoost's own prediction, which clients of SnoozeML expect."""
 _OPSET = 15
 _INPUT = "input"
 _HEAD_BYTES = 256
@@ -80,7 +82,8 @@ def read(path: Path) -> Artifact:
             f"{path.name}: is not a model that XGBoost {xgboost.__version__} can load ({_first_line(error)}); save it "
             "with save_model"
         ) from None
-    return convert(_ensemble(booster, learner, path.name))
+    source = _ensemble(booster, learner, path.name)
+    return convert(source, prediction_only=path.name.endswith(PREDICTION_ONLY_SUFFIX))
 
 
 def ensemble(booster: Any, name: str) -> Ensemble:
@@ -112,8 +115,11 @@ def _ensemble(booster: Any, learner: Mapping[str, Any], name: str) -> Ensemble:
     return Ensemble(name, booster, learner["objective"]["name"], trees, used, tuple(notes))
 
 
-def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE) -> Artifact:
-    """Convert and compare. Raises BundleError."""
+def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE, *, prediction_only: bool = False) -> Artifact:
+    """Convert and compare. Raises BundleError.
+
+    ``prediction_only``: one ``output`` f32 [n, k] with what ``Booster.predict`` gives, [n, 1] where that is [n].
+    """
     onnxmltools = by_onnx.import_converter("onnxmltools", "XGBoost", EXTRA)
     booster = source.booster
     served = booster[: source.rounds] if source.rounds < booster.num_boosted_rounds() else booster.copy()
@@ -122,6 +128,8 @@ def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE) -> Artifact:
     model = _convert(onnxmltools, served, source.name, source.objective)
     session = by_onnx.session_of(model)
     present = {output.name for output in session.get_outputs()}
+    outputs: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
     outputs = {"probabilities": "probabilities", "label": "label"} if "label" in present else {"variable": "output"}
     rows = source.sample(np.random.default_rng(0))
     by_name = source.predictions(outputs.values(), rows)
@@ -129,7 +137,32 @@ def convert(source: Ensemble, tolerance: float = by_onnx.TOLERANCE) -> Artifact:
     scores = expected.get("probabilities")
     shapes = by_onnx.compare(session, {_INPUT: rows}, expected, f"XGBoost ({source.objective})", scores, tolerance)
     compared = f"agrees with XGBoost on {len(rows)} sample rows, at thresholds and with missing values"
+    if prediction_only and scores is not None:
+        outputs, shapes = _prediction(model.graph, source.objective, shapes)
     return by_onnx.artifact(model, outputs, shapes, [*source.notes, compared])
+
+
+def _prediction(
+    graph: Any, objective: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Mapping[str, str], Mapping[str, tuple[int, ...]]]:
+    """The output of a classifier's ``graph`` that is XGBoost's prediction, added to it where there is none; its shape.
+
+    That is the class for multi:softmax and the probability of the second one of two classes.
+    """
+    from onnx import TensorProto, helper
+
+    if objective == "multi:softprob":
+        return {"probabilities": "output"}, shapes
+    name, index = "nereid_prediction", "nereid_prediction_index"
+    # The axis that Unsqueeze adds, or the class that Gather takes.
+    graph.initializer.append(helper.make_tensor(index, TensorProto.INT64, [1], [1]))
+    if objective == "multi:softmax":
+        graph.node.append(helper.make_node("Cast", ["label"], ["nereid_class"], to=TensorProto.FLOAT))
+        graph.node.append(helper.make_node("Unsqueeze", ["nereid_class", index], [name]))
+    else:
+        graph.node.append(helper.make_node("Gather", ["probabilities", index], [name], axis=1))
+    graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    return {name: "output"}, {name: (1,)}
 
 
 def _rounds_used(name: str, best_iteration: str | None, total: int) -> int:

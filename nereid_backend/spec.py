@@ -110,6 +110,21 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker directory of SnoozeML (:mod:`nereid_backend.snooze`): a class that loads once and answers many calls.
+
+    ``raw``: its tensors are flat arrays of the standard library, not numpy's. ``python`` is an interpreter of the
+    user's own; empty: that of ``requirements.txt``. ``environment`` is added to the variables it runs with.
+    """
+
+    entrypoint: str
+    class_name: str
+    raw: bool
+    python: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltinSpec:
     """A declared built-in hook: its name in :mod:`nereid_backend.builtins` and its options, resolved."""
 
@@ -163,6 +178,7 @@ class ModelSpec:
     hooks: Hooks | None = None
     stages: tuple[ModelSpec, ...] = ()
     script: Script | None = None
+    worker: Worker | None = None
 
     @property
     def artifacts(self) -> tuple[str, ...]:
@@ -182,7 +198,8 @@ class ModelSpec:
     @property
     def runs_code(self) -> bool:
         """Whether code of its bundle or folder runs with it."""
-        return self.calls is not None or self.script is not None or (self.hooks is not None and bool(self.hooks.code))
+        programs = (self.calls, self.script, self.worker)
+        return any(program is not None for program in programs) or (self.hooks is not None and bool(self.hooks.code))
 
     @property
     def contract(self) -> ModelSpec:

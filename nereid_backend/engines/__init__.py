@@ -87,6 +87,7 @@ ENGINES: dict[str, EngineEntry] = {
     "onnx": EngineEntry(
         "nereid_backend.engines.onnx", "OnnxEngine", "onnxruntime", "onnx", "ONNX models in ONNX Runtime"
     ),
+    "snooze": EngineEntry("nereid_backend.engines.snooze", "SnoozeEngine", "numpy", "", "SnoozeML worker directories"),
 }
 
 

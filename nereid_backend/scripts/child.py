@@ -38,7 +38,10 @@ class Ended:
 
 
 class Worker:
-    """The process that starts a model's children (see ``worker.py``); started again when it has died."""
+    """The process that starts a model's children (see ``worker.py``); started again when it has died.
+
+    ``outputs`` is a folder that it removes when it ends.
+    """
 
     def __init__(
         self,
@@ -46,11 +49,11 @@ class Worker:
         command: list[str],
         folder: Path,
         environment: Mapping[str, str],
-        outputs: Path,
+        outputs: Path | None = None,
         preload: tuple[str, ...] = (),
     ) -> None:
         self._interpreter, self._folder, self._environment = interpreter, folder, dict(environment)
-        self._options = json.dumps({"command": command, "preload": preload, "outputs": str(outputs)})
+        self._options = json.dumps({"command": command, "preload": preload, "outputs": outputs and str(outputs)})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

@@ -72,6 +72,11 @@ def check(folder: Path) -> None:
     _requirements(folder, REQUIREMENTS_FILE, set())
 
 
+def names_packages(folder: Path) -> bool:
+    """Whether ``folder`` has requirements that name anything. Raises BundleError when they cannot be read."""
+    return (folder / REQUIREMENTS_FILE).exists() and _are_any(_requirements(folder, REQUIREMENTS_FILE, set()))
+
+
 def prepare(folder: Path) -> Path:
     """The interpreter of the environment that ``folder`` asks for, after building it when it is not there.
 
@@ -152,7 +157,7 @@ def _remove(path: Path, *, unfinished: bool) -> None:
 
 def _build(path: Path, python: Path, folder: Path, content: Sequence[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    needed = any(line and not line.startswith("#") for line in content)
+    needed = _are_any(content)
     bare = () if needed else ("--without-pip",)
     with progress.told(_LOG, f"building the environment {path.name}"):
         _run([str(interpreter()), "-m", "venv", *bare, str(path)], folder, "a virtual environment cannot be made")
@@ -184,6 +189,10 @@ def _run(command: Sequence[str], folder: Path, problem: str) -> None:
             f"{problem} (exit code {code}): {told[0].removeprefix('ERROR:').strip()}; correct {REQUIREMENTS_FILE}, or, "
             "where no package index can be reached, set PIP_NO_INDEX=1 and PIP_FIND_LINKS to a folder of wheels"
         )
+
+
+def _are_any(content: Sequence[str]) -> bool:
+    return any(line and not line.startswith("#") for line in content)
 
 
 def _key(content: Sequence[str]) -> str:

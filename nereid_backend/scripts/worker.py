@@ -312,7 +312,8 @@ def _main() -> None:
         raise
     if call is None:
         children.end()
-        shutil.rmtree(options["outputs"], ignore_errors=True)
+        if options["outputs"]:
+            shutil.rmtree(options["outputs"], ignore_errors=True)
         return
     borrowed = set(sys.modules)
     try:

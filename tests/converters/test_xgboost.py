@@ -251,3 +251,24 @@ def test_a_model_file_that_contradicts_itself_is_refused_before_it_predicts(
 
 def _first_tree(learner: Any) -> Any:
     return learner["gradient_booster"]["model"]["trees"][0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "target", "options", "columns"),
+    [
+        ("reg:squarederror", "real", {}, 1),
+        ("binary:logistic", "two", {}, 1),
+        ("multi:softprob", "three", {"num_class": 3}, 3),
+        ("multi:softmax", "three", {"num_class": 3}, 1),
+    ],
+)
+def test_an_xgb_json_file_gives_what_the_booster_predicts(
+    trained: Any, answers: Any, objective: str, target: str, options: Any, columns: int
+) -> None:
+    booster, path = trained(objective, target, file="m.xgb.json", **options)
+    prepared = prepare(path)
+    (input_,), (output,) = prepared.spec.inputs, prepared.spec.outputs
+    assert (input_.name, input_.shape) == ("input", (-1, 4))
+    assert (output.name, output.dtype, output.shape) == ("output", "f32", (-1, columns))
+    predicted = booster.predict(xgboost.DMatrix(X, missing=np.nan)).reshape(len(X), columns)
+    np.testing.assert_allclose(answers(prepared, X)["output"], predicted, atol=1e-5)

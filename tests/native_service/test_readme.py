@@ -69,6 +69,16 @@ def test_the_script_in_the_readme_answers(tmp_path: Path) -> None:
     assert frame.read(tmp_path / "output").array.tolist() == [[3, 5]]
 
 
+def test_the_worker_in_the_readme_is_asked_what_it_takes(tmp_path: Path) -> None:
+    from converters.convert import prepare
+
+    (worker,) = (block for block in blocks("python") if "def predict" in block)
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "snooze_model.py").write_text(worker)
+    spec = prepare(tmp_path / "scores", allow_code=True).spec
+    assert [(t.name, t.shape) for t in (*spec.inputs, *spec.outputs)] == [("features", (-1, 4)), ("scores", (-1, 2))]
+
+
 def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
     from native_service import settings
 
