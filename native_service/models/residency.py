@@ -97,7 +97,8 @@ class Residency:
         """``name`` has come, or another version of it."""
         self._stays[name].since = time.monotonic()
         self._came.set()
-        await self._measure()
+        if self._is_loaded(name):
+            await self._measure(name)
 
     def states(self) -> dict[str, Residence]:
         """Of everything that is served, hidden models too."""
@@ -168,8 +169,6 @@ class Residency:
         Raises NotFound, ModelLoading when that takes longer than ``budget_s``, ResourceExhausted when there is no room
         and every model is busy, ModelLoadError with the reason.
         """
-        if name not in self._catalogue.served:
-            raise NotFound(f"model {name!r} is not served here")
         if self._is_open(name):
             return
         try:
@@ -180,6 +179,7 @@ class Residency:
 
     async def load(self, name: str) -> None:
         """Load ``name`` if it is idle. Raises NereidError, fit for a caller."""
+        self._check_public(name)
         await self.wake(name)
 
     async def unload(self, name: str) -> None:
@@ -187,16 +187,14 @@ class Residency:
 
         Raises NotFound, and ModelLoadError while a loaded model calls it.
         """
-        if name not in self._catalogue.served:
-            raise NotFound(f"no model {name!r} to unload")
+        self._check_public(name)
         if users := self._loaded_callers(name):
             raise ModelLoadError(f"model {name!r} is called by {', '.join(users)}; unload that first")
         await self._leave(name, insist=True)
 
     async def pin(self, name: str) -> None:
         """Load ``name`` and keep it in Triton. Raises NereidError; then it is as it was."""
-        if name not in self._catalogue.served:
-            raise NotFound(f"model {name!r} is not served here")
+        self._check_public(name)
         before, self._stays[name].pinned = self._stays[name].pinned, True
         try:
             await self.wake(name)
@@ -206,8 +204,7 @@ class Residency:
 
     async def unpin(self, name: str) -> None:
         """Let ``name`` go as any other; it is not unloaded by this. Raises NotFound."""
-        if name not in self._catalogue.served:
-            raise NotFound(f"model {name!r} is not served here")
+        self._check_public(name)
         self._stays[name].pinned = False
 
     async def sweep(self) -> None:
@@ -246,6 +243,10 @@ class Residency:
         finally:
             stay.waiting -= 1
 
+    def _check_public(self, name: str) -> None:
+        if name not in self._catalogue.models:
+            raise NotFound(f"model {name!r} is not served here")
+
     def _is_loaded(self, name: str) -> bool:
         model = self._catalogue.served.get(name)
         return model is not None and model.place is not Place.IDLE
@@ -272,7 +273,9 @@ class Residency:
     async def _load(self, name: str) -> None:
         stay, begun = self._stays[name], time.monotonic()
         try:
-            for callee in self._catalogue.served[name].source.calls or ():
+            if (model := self._catalogue.served.get(name)) is None:
+                raise NotFound(f"model {name!r} is not served here")
+            for callee in model.source.calls or ():
                 if not self._is_open(callee):
                     await self._load_once(callee)
             async with self._room:
@@ -323,13 +326,13 @@ class Residency:
 
     async def _fit(self, name: str) -> None:
         """Unload others, or ``name`` itself, when it turns out to hold more than there was room for."""
-        await self._measure()
+        await self._measure(name)
         budget = self.settings.memory_budget_bytes
         if budget is None:
             return
         async with self._room:
             while self._loaded_bytes() > budget and await self._evict_one(name, FOR_ROOM):
-                await self._measure()
+                await self._measure(*filter(self._is_loaded, self._catalogue.served))
             if self._loaded_bytes() <= budget or self._is_pinned(name):
                 return
             own = self._stays[name].memory_bytes
@@ -415,7 +418,8 @@ class Residency:
                 self._count(name, BY_TIMEOUT)
                 _LOG.info("model %r is unloaded: nobody has called it for %g s", name, timeout_s or 0)
         if now - self._measured > _MEASURE_S:
-            await self._measure()
+            self._measured = now
+            await self._measure(*filter(self._is_loaded, self._catalogue.served))
 
     async def look(self) -> None:
         """Learn from Envoy what is called: its own counters are all that shows calls it hands to Triton.
@@ -438,10 +442,8 @@ class Residency:
                 if not self._stays[name].running and self._stays[name].loading is None:
                     del self._stays[name]
 
-    async def _measure(self) -> None:
-        self._measured = time.monotonic()
-        loaded = {name: self._catalogue.processes_of(name) for name in self._catalogue.served if self._is_loaded(name)}
-        held = await asyncio.to_thread(_memory_bytes, loaded)
+    async def _measure(self, *names: str) -> None:
+        held = await asyncio.to_thread(_memory_bytes, {name: self._catalogue.processes_of(name) for name in names})
         for name, count in held.items():
             self._stays[name].memory_bytes = count or self._stays[name].memory_bytes
 
@@ -451,4 +453,4 @@ def _all_busy(name: str, reason: str) -> ResourceExhausted:
 
 
 def _memory_bytes(processes: Mapping[str, list[int]]) -> dict[str, int]:
-    return {name: sum(map(stubs.memory_bytes_of, pids)) for name, pids in processes.items()}
+    return {name: stubs.memory_bytes(pids) for name, pids in processes.items()}

@@ -96,9 +96,7 @@ def cold_calls(served: Served, count: int) -> bool:
         unload(served)
         seconds.append(call(served))
     warm_s = statistics.median(call(served) for _ in range(20))
-    print(
-        f"  cold call: {statistics.median(seconds):.2f} s median, {max(seconds):.2f} s longest (bar < {COLD_S})"
-    )
+    print(f"  cold call: {statistics.median(seconds):.2f} s median, {max(seconds):.2f} s longest (bar < {COLD_S})")
     print(f"  then: {warm_s * 1e3:.1f} ms with a new connection each")
     unload(served)
     before = loads(served)
