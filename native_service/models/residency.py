@@ -58,8 +58,6 @@ _RETRY_AFTER_S = 5
 _LOOK_S, _SELDOM_S, _MEASURE_S = 0.5, 5.0, 10.0
 # How long calls of a model that is unloaded by name are waited for; Triton lets later ones finish.
 _LAST_CALLS_S, _POLL_S = 10.0, 0.02
-# Envoy's workers learn of new routes a moment after it says so.
-_WORKERS_LEARN_S = 0.02
 # A model that comes back so soon has left for nothing.
 _THRASHING_S = 30.0
 
@@ -389,7 +387,6 @@ class Residency:
         deadline = time.monotonic() + _LAST_CALLS_S
 
         async def is_over() -> bool:
-            await asyncio.sleep(_WORKERS_LEARN_S)
             while True:
                 await self.look()
                 # Who comes to call it from here on finds it closed, and waits.

@@ -300,7 +300,8 @@ def test_one_model_makes_room_for_another_where_there_is_room_for_one(serving: A
         assert infer(serving.client, name, input=ROW)["output"][0, 0] == ROW[0, 0] + adds
     assert metric(serving, 'nereid_model_deallocations_total{reason="capacity"}') >= gone + 3
     assert not is_idle(serving, "adder")
-    file.write_text(settings(residency, quick_s=600).replace("load: first_request}", "load: start, pinned: true}"))
+    row = "adder, device: cpu, queue_capacity: 32, options: {"
+    file.write_text(settings(residency, quick_s=600).replace(row, f"{row}pinned: true, "))
     assert CliRunner().invoke(cli.nereid, ["reload", str(serving.served.process.pid)]).exit_code == 0
     code, text = code_of(lambda: over_unary(serving, "kept"))
     assert (code, "all active models are busy" in text) == ("RESOURCE_EXHAUSTED", True)
