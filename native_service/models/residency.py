@@ -279,7 +279,7 @@ class Residency:
             async with self._room:
                 if not self._is_loaded(name):
                     await self._make_room(name)
-                    stay.has_room = True
+                stay.has_room = True  # also where it is about to leave
             if await self._enter(name):
                 stay.since = time.monotonic()
                 stay.cold_starts += 1
