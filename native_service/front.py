@@ -25,6 +25,8 @@ from native_service.nereid.grpc import NativeServer, NereidService
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Limits, ServerSettings
+from native_service.snooze.grpc import SnoozeService
+from native_service.snooze.inference import SnoozeInference
 from native_service.telemetry.exposition import Counted
 from native_service.telemetry.metrics import Failed, Refusals, Tally
 from native_service.triton.process import TritonServer
@@ -54,8 +56,10 @@ class Front:
         self._server: NativeServer | None = None
         self._inference: Inference | None = None
         self._scripts: ScriptCalls | None = None
-        self._services: tuple[KServeService, NereidService] | tuple[()] = ()
+        self._services: tuple[KServeService | NereidService | SnoozeInference, ...] = ()
         self._native: NereidService | None = None
+        self.snooze: SnoozeInference | None = None
+        """What runs models for SnoozeML's clients; None before the start."""
         self._memory: SharedMemory | None = None
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
@@ -99,13 +103,17 @@ class Front:
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
-        self._native, self._services = native, (kserve, native)
+        self.snooze = snooze = SnoozeInference(specs, inference, scripts)
+        snooze.capacities = _capacities(models)
+        snooze_service = SnoozeService(snooze, inference.half_sent, native.budget)
+        self._native, self._services = native, (kserve, native, snooze)
         room = limits.max_buffered_bytes + _REQUESTS_AT_ONCE * limits.max_request_bytes
         watching = inference.half_sent.watch(room, lambda: native.budget.is_crowded)
         self._ending.callback(asyncio.create_task(watching).cancel)
         inference.calls.set_models([spec.name for spec in specs])
         largest = limits.max_request_bytes
-        service = NativeServer((native.handler, kserve.handler), [spec.name for spec in specs], largest)
+        handlers = (native.handler, kserve.handler, snooze_service.handler)
+        service = NativeServer(handlers, [spec.name for spec in specs], largest)
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
@@ -205,6 +213,8 @@ class Front:
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
         self._inference.idle = _idle(models)
         self._inference.time_limits_s = _time_limits_s(models)
+        if self.snooze is not None:
+            self.snooze.capacities = _capacities(models)
         self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
@@ -260,6 +270,10 @@ class Front:
     async def stop(self) -> None:
         """Health first, then Envoy within a bound of ten seconds, then our server."""
         await self._ending.aclose()
+
+
+def _capacities(models: Sequence[Admitted]) -> dict[str, int]:
+    return {model.spec.name: model.capacity for model in models}
 
 
 def _idle(models: Sequence[Admitted]) -> frozenset[str]:

@@ -213,9 +213,7 @@ async def _at_once(work: Callable[..., Any], *arguments: Any, **options: Any) ->
 @contextmanager
 def fake_clock(loop: asyncio.AbstractEventLoop, world: World) -> Iterator[None]:
     clock: Any = SimpleNamespace(monotonic=loop.time, time=loop.time)
-    memory: Any = SimpleNamespace(
-        memory_bytes=lambda pids: sum(world.memory_bytes.get(world.names[pid], 1) for pid in pids)
-    )
+    memory: Any = SimpleNamespace(memory_bytes_of=lambda pid: world.memory_bytes.get(world.names[pid], 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residency_module, "time", clock)
         patch.setattr(catalogue_module, "time", clock)

@@ -60,6 +60,7 @@ _SERVICES: Mapping[str, Mapping[str, Role]] = {
             Role.ADMIN,
         ),
     },
+    "snoozeml.v1.InferenceService": dict.fromkeys(("Infer", "StreamInfer"), Role.INFERENCE),
 }
 RPCS: Mapping[str, Role] = {
     f"/{service}/{method}": role for service, methods in _SERVICES.items() for method, role in methods.items()

@@ -6,7 +6,7 @@ Protobuf's own objects would hold every tensor a second and a third time; a Chec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from mmap import mmap
 from typing import Any, NamedTuple
 
@@ -14,15 +14,13 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from native_service.edge.regions import Region
+from native_service.edge.wire import LENGTH, fields, varint
 from nereid_backend import dtypes
 from nereid_backend.errors import EngineError
 from nereid_backend.spec import TensorSpec
 
-_RAW_INPUT = service_pb2.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_RAW_OUTPUT = service_pb2.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
-# Protobuf's wire types: the size of what follows a tag, None where it says so itself.
-_VARINT, _LENGTH = 0, 2
-_FIXED_BYTES = {1: 8, 5: 4}
+_RAW_INPUT_KEY = varint(service_pb2.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | LENGTH)
+_RAW_OUTPUT_KEY = service_pb2.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | LENGTH
 
 
 class Tensor(NamedTuple):
@@ -58,7 +56,7 @@ def write_request(
         if isinstance(tensor.data, Region):
             _place(described, tensor.data, tensor.data.used_bytes)
         else:
-            parts += [_varint(_RAW_INPUT << 3 | _LENGTH), _varint(len(tensor.data)), tensor.data]
+            parts += [_RAW_INPUT_KEY, varint(len(tensor.data)), tensor.data]
     for name, region in (outputs or {}).items():
         asked = head.outputs.add(name=name)
         if region is not None:
@@ -77,12 +75,14 @@ def read_outputs(message: bytes, regions: Mapping[str, Region | None] | None = N
     ``data`` are views of ``message``, or the regions that the request asked for, whose ``used_bytes`` are set.
     """
     rest, contents = [], []
+    view, begin = memoryview(message), 0
     try:
-        for field, whole, value in _fields(memoryview(message)):
-            if field == _RAW_OUTPUT:
-                contents.append(value)
+        for key, start, end in fields(view):
+            if key == _RAW_OUTPUT_KEY:
+                contents.append(view[start:end])
             else:
-                rest.append(whole)
+                rest.append(view[begin:end])
+            begin = end
         outputs = service_pb2.ModelInferResponse.FromString(b"".join(rest)).outputs
     except (DecodeError, IndexError, KeyError):
         raise EngineError("Triton's answer is not a ModelInferResponse") from None
@@ -103,43 +103,3 @@ def read_outputs(message: bytes, regions: Mapping[str, Region | None] | None = N
 def _filled(output: Any, region: Region) -> Tensor:
     region.used_bytes = math.prod(output.shape) * dtypes.by_kserve(output.datatype).size_bytes
     return Tensor(output.name, tuple(output.shape), region)
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Number, whole and value of every field. Raises IndexError or KeyError for what is none."""
-    start = 0
-    while start < len(message):
-        tag, at = _read_varint(message, start)
-        kind = tag & 7
-        if kind == _VARINT:
-            _, end = _read_varint(message, at)
-        elif kind == _LENGTH:
-            size, at = _read_varint(message, at)
-            end = at + size
-        else:
-            end = at + _FIXED_BYTES[kind]
-        if end > len(message):
-            raise IndexError(end)
-        yield tag >> 3, message[start:end], message[at:end]
-        start = end
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
-    """The number at ``at`` and where it ends. Raises IndexError beyond the end."""
-    value = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7

@@ -15,6 +15,7 @@ REGION = "shared_memory_region"
 CODING_HEADER = "nereid-coding"
 CLUSTER_HEADER = "nereid-cluster"
 KSERVE = "inference.GRPCInferenceService"
+SNOOZE = "snoozeml.v1.InferenceService"
 TRITON, MODEL_PREFIX = "triton", "model_"
 """Names of clusters: Triton without permits, and what stands before a model's name for Triton with them."""
 RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14
@@ -42,7 +43,8 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
     limits = ", ".join(f'["{spec.name}"] = {limit_s}' for spec, limit_s in native if limit_s is not None)
     asking = ", ".join(f'["/{KSERVE}/{method}"] = true' for method in ("ModelMetadata", "ModelConfig", "ModelReady"))
     streams = ", ".join(
-        f'["{path}"] = true' for path in (f"/{KSERVE}/ModelStreamInfer", "/inference.Nereid/Checkpoint")
+        f'["{path}"] = true'
+        for path in (f"/{KSERVE}/ModelStreamInfer", "/inference.Nereid/Checkpoint", f"/{SNOOZE}/StreamInfer")
     )
     return (
         f"local ranks = {{{ranks}}}\n"

@@ -450,4 +450,4 @@ def _all_busy(name: str, reason: str) -> ResourceExhausted:
 
 
 def _memory_bytes(processes: Mapping[str, list[int]]) -> dict[str, int]:
-    return {name: stubs.memory_bytes(pids) for name, pids in processes.items()}
+    return {name: sum(map(stubs.memory_bytes_of, pids)) for name, pids in processes.items()}

@@ -13,7 +13,7 @@ from native_service.edge.grpc import Inference, answer_in_kind, errors_told, par
 from native_service.edge.health import Health, Status
 from native_service.edge.infer_messages import Tensor, read_outputs
 from native_service.edge.regions import SHARED_FROM_BYTES, Region, Regions
-from native_service.envoy.scripts import KSERVE
+from native_service.envoy.scripts import KSERVE, SNOOZE
 from native_service.nereid.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_chunks
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.proto import inference_pb2
@@ -216,7 +216,7 @@ class NativeServer:
     def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 says for the server, the services and every model."""
         self._status = Status.SERVING if serving else Status.NOT_SERVING
-        self._tell(("", SERVICE, KSERVE, *self._models))
+        self._tell(("", SERVICE, KSERVE, SNOOZE, *self._models))
 
     def set_models(self, models: Sequence[str], away: Collection[str], *, complete: bool) -> None:
         """The models health is told for, ``away`` those that cannot answer at the moment.

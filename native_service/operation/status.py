@@ -18,6 +18,7 @@ from native_service.models.records import ModelRecord
 from native_service.models.residence import IDLE, LOADING, READY, Residence
 from native_service.models.residency import Residency
 from native_service.telemetry.recent_failures import RecentFailures
+from native_service.triton import stubs
 from native_service.triton.process import TritonServer
 from nereid_backend.errors import EnvoyUnavailable
 
@@ -114,7 +115,7 @@ class Status:
                     "batch_sizes": [] if spec is None else list(spec.batch_sizes),
                     "restarts": restarts.get(name, 0),
                     "processes": pids,
-                    "memory_bytes": resident_bytes(pids),
+                    "memory_bytes": resident_bytes(stubs.with_descendants(pids)),
                     "version": None if spec is None else VERSION,
                     "pinned": residence is not None and residence.pinned,
                     "idle_timeout_s": None if residence is None else residence.idle_timeout_s,

@@ -9,6 +9,8 @@ import grpc
 from native_service.envoy.scripts import PROCESS_DIED, STUB_IS_DEAD
 from nereid_backend.errors import NereidError, split_code
 
+LOADED_AGAIN = "the model is being loaded again, retry later"
+
 _LONGEST = 500
 # load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
 _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
@@ -54,7 +56,7 @@ def status_of(error: NereidError | grpc.aio.AioRpcError) -> tuple[str, str]:
     if STUB_IS_DEAD in text:
         return "UNAVAILABLE", PROCESS_DIED
     if _NOT_LOADED.search(text):
-        return "UNAVAILABLE", "the model is being loaded again, retry later"
+        return "UNAVAILABLE", LOADED_AGAIN
     return _canonical(error.code().name, text)
 
 

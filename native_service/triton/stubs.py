@@ -58,35 +58,30 @@ def regions_of(pid: int, prefix: str) -> frozenset[Path]:
     return frozenset(Path(path) for path in paths if path.startswith(f"{SHARED_MEMORY}/{prefix}"))
 
 
-def memory_bytes(pids: Iterable[int]) -> int:
-    """What processes ``pids`` and all below them hold, of pages that others share their part only.
-
-    Libraries, and what a fork shares, would count for every process otherwise. Takes some milliseconds for each GB.
-    """
-    below = _children()
-    counted, waiting = 0, list(pids)
-    while waiting:
-        pid = waiting.pop()
-        counted += _memory_bytes(pid)
-        waiting += below.get(pid, ())
-    return counted
-
-
-def _children() -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """``pids`` and what they have started: a worker of SnoozeML, programs and what starts those."""
+    found = list(pids)
+    for pid in found:  # which grows meanwhile
+        for task in (_PROC / str(pid) / "task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found.setdefault(_parent(entry), []).append(int(entry.name))
+                found += [int(child) for child in task.read_text().split()]
     return found
 
 
-def _memory_bytes(pid: int) -> int:
+def memory_bytes_of(pid: int) -> int:
+    """What process ``pid`` and its descendants hold, of pages that others share their part only; 0 when it is gone.
+
+    Libraries and what a fork shares would count for every process otherwise. Takes some milliseconds for each GB.
+    """
+    return sum(map(_own_memory_bytes_of, with_descendants([pid])))
+
+
+def _own_memory_bytes_of(pid: int) -> int:
     try:
         facts = dict(line.split(":", 1) for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()[1:])
-        return int(facts["Pss"].split()[0]) * 1024
-    except (OSError, KeyError):  # gone, not ours to look at, or a process without memory
+    except OSError:
         return 0
+    return int(facts["Pss"].split()[0]) * 1024
 
 
 def kill(pids: Iterable[int]) -> None:

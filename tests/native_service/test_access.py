@@ -28,7 +28,7 @@ from native_service.access.roles import Role
 from native_service.envoy import access as envoy_access
 from native_service.envoy.access import Access
 from native_service.kserve import http as kserve_http
-from native_service.proto import inference_pb2
+from native_service.proto import inference_pb2, snoozeml_pb2
 from native_service.settings.access import AuthSettings, TlsSettings
 from native_service.telemetry.log_records import FORMATTERS
 from nereid_backend.errors import SettingsError
@@ -85,7 +85,7 @@ async def infer(channel: Any, metadata: Any = (), shape: tuple[int, ...] = (1, 1
 
 
 def test_every_method_of_every_protocol_has_a_role() -> None:
-    files = (service_pb2.DESCRIPTOR, inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    files = (service_pb2.DESCRIPTOR, inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, snoozeml_pb2.DESCRIPTOR)
     services = [service for file in files for service in file.services_by_name.values()]
     methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     assert set(roles.RPCS) - {"/grpc.health.v1.Health/List"} == methods - {"/grpc.health.v1.Health/List"}

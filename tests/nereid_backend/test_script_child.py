@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +323,63 @@ def test_the_end_of_the_model_s_process_ends_its_children(tmp_path: Path) -> Non
     while (tmp_path / "outputs").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not (tmp_path / "outputs").exists()
+
+
+def waiting_child(worker: child.Worker) -> int:
+    """The process id of the fork that waits for the next call of a warm worker where nothing runs."""
+    assert worker._process is not None
+    deadline = time.monotonic() + 30
+    while not (found := children_of(worker._process.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (pid,) = found
+    return pid
+
+
+def children_of(parent: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.add(int(entry.name))
+    return found
+
+
+def test_a_child_waits_for_the_next_call_and_costs_none_when_it_is_killed(tmp_path: Path) -> None:
+    with worker_of(tmp_path, PRELOAD["warm"]) as worker:
+        program = Program(tmp_path, worker)
+        program.write("import os; print(os.getpid())")
+        program.run()
+        first = waiting_child(worker)
+        assert program.run() == (0, f"{first}\n", "")
+        second = waiting_child(worker)
+        os.kill(second, signal.SIGKILL)
+        until_gone({second})
+        code, _, told = program.run()
+        assert (code, told) == (0, "")
+        third = waiting_child(worker)
+        assert program.run() == (0, f"{third}\n", "")
+        last = waiting_child(worker)
+        assert worker._process is not None
+        worker._process.kill()
+        until_gone({last})
+
+
+def test_a_waiting_child_runs_the_program_as_it_is_when_the_call_comes(tmp_path: Path) -> None:
+    with worker_of(tmp_path, PRELOAD["warm"]) as worker:
+        program = Program(tmp_path, worker)
+        for text, expected in [
+            ("print(1)", (0, "1\n", "")),
+            ("print(2)", (0, "2\n", "")),
+            ("no Python", (1, "", "SyntaxError")),
+            ("print(3 is 3)", (0, "True\n", "SyntaxWarning")),
+            ("print(3 is 3)", (0, "True\n", "SyntaxWarning")),
+        ]:
+            program.write(text)
+            code, out, err = program.run()
+            assert (code, out) == expected[:2]
+            assert expected[2] in err
+            waiting_child(worker)
 
 
 def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,305 @@
+"""The unmodified SnoozeML SDK runs models of a real Triton over gRPC: the cases of the specification by number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import snoozeml
+from hooked_bundle import write_bundle
+from onnx import TensorProto
+from serving import write_adder
+from snoozing import ADM, INF, JWT_SECRET, RO, Snoozing, snoozing
+
+from native_service.proto import snoozeml_pb2 as pb
+
+pytestmark = pytest.mark.triton
+
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+WIDE = 10 * 2**20
+SERVICE = "/snoozeml.v1.InferenceService/"
+# Sleeps for the first number of a row.
+SLEEP = """
+import time
+from nereid_backend.hooks import register_model
+
+def preprocess(inputs):
+    time.sleep(float(inputs[0].array[0, 0]))
+    return inputs
+
+register_model(preprocess=preprocess)
+"""
+
+
+def make(models: Path) -> None:
+    write_adder(models / "adder.onnx")
+    write_adder(models / "ints.onnx", dtype=TensorProto.INT64)
+    write_adder(models / "wide.onnx", width=WIDE)
+    write_bundle(models / "sleeper", SLEEP)
+
+
+@pytest.fixture(scope="module")
+def snooze(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snoozing]:
+    pytest.importorskip("jax")
+    models = {"adder": {"options": {"max_batch_size": 8}}, "ints": {}, "wide": {}, "sleeper": {"queue_capacity": 1}}
+    with snoozing(tmp_path_factory.mktemp("snooze"), models, make=make) as running:
+        yield running
+
+
+def sleep(seconds: float) -> dict[str, np.ndarray]:
+    return {"x": np.array([[seconds, 0, 0, 0]], np.float32)}
+
+
+def request(
+    model: str = "adder", *, data_type: int = 1, shape: tuple[int, ...] = (1, 4), raw: bytes = bytes(16)
+) -> Any:
+    message = pb.ModelInferRequest(model_id=model)
+    message.inputs.add(name="input", shape=shape, data_type=data_type, raw_data=raw)
+    return message
+
+
+class Stub:
+    """What a generator makes of our own proto."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address)
+        messages = (pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString)
+        self.infer = self.channel.unary_unary(SERVICE + "Infer", *messages)
+        self.stream = self.channel.stream_stream(SERVICE + "StreamInfer", *messages)
+
+
+@pytest.fixture
+def stub(snooze: Snoozing) -> Iterator[Stub]:
+    opened = Stub(snooze.address)
+    with opened.channel:
+        yield opened
+
+
+KEY = (("authorization", f"Bearer {INF}"),)
+
+
+def code_of(call: Any) -> str:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return str(caught.value.code().name)
+
+
+def test_a_model_answers_in_fp32_with_its_name_and_its_time(sdk: Any) -> None:  # 5, 6
+    answer = sdk(INF).infer("adder", {"input": ROWS})
+    assert answer.model_id == "adder"
+    assert answer.get_numpy("output").dtype == np.float32
+    np.testing.assert_array_equal(answer.get_numpy("output"), ROWS + 1)
+    assert answer.duration_ms > 0
+    # A bare array is the input named "input", and one row may come without its batch axis.
+    np.testing.assert_array_equal(sdk(INF).infer("adder", ROWS[0]).get_numpy(), ROWS[:1] + 1)
+
+
+def test_a_model_nobody_serves_is_not_found(sdk: Any) -> None:  # 4
+    with pytest.raises(snoozeml.ModelNotFoundError, match="Model not found: absent") as caught:
+        sdk(INF).infer("absent", ROWS)
+    assert caught.value.grpc_code == "NOT_FOUND"
+
+
+def test_a_wrong_shape_and_a_wrong_name_are_told_apart(sdk: Any) -> None:  # 8
+    with pytest.raises(
+        snoozeml.ShapeMismatchError, match=r"^Shape mismatch: model 'adder' input 'input' takes \[-1, 4\]"
+    ):
+        sdk(INF).infer("adder", ROWS[:, :3])
+    with pytest.raises(snoozeml.InvalidInputError, match="no input 'inputs'; its inputs are") as caught:
+        sdk(INF).infer("adder", {"inputs": ROWS})
+    assert type(caught.value) is snoozeml.InvalidInputError
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        request(raw=bytes(12)),
+        request(shape=(0,), raw=b""),
+        request(shape=(), raw=b""),
+        request(shape=(-1, -4)),
+        request(shape=(2**62, 4)),
+        request(data_type=4),
+        request(data_type=77),
+        request(" "),
+        request(""),
+        pb.ModelInferRequest(model_id="adder"),
+        pb.ModelInferRequest(model_id="adder", client_timeout_ms=0, inputs=request().inputs),
+        pb.ModelInferRequest(model_id="adder", inputs=[*request().inputs, *request().inputs]),
+        pb.ModelInferRequest(model_id="adder", inputs=request().inputs, parameters={"typed": "maybe"}),
+    ],
+    ids=str,
+)
+def test_a_request_that_breaks_a_rule_is_an_invalid_argument(stub: Stub, message: Any) -> None:  # 9
+    assert code_of(lambda: stub.infer(message, metadata=KEY)) == "INVALID_ARGUMENT"
+
+
+def test_who_calls_is_known_and_may_call(sdk: Any) -> None:  # 10, 11
+    for options in ({"api_key": None}, {"api_key": "nobody-s"}, {"api_key": None, "token": "a.b.c"}):
+        with pytest.raises(snoozeml.AuthenticationError):
+            sdk(**options).infer("adder", ROWS)
+    with pytest.raises(snoozeml.PermissionDeniedError) as caught:
+        sdk(RO).infer("absent", ROWS)  # the role before the name and the input
+    assert (caught.value.status_code, caught.value.grpc_code) == (403, "PERMISSION_DENIED")
+    sdk(ADM).infer("adder", ROWS)
+
+
+def test_a_token_of_the_sdk_is_as_good_as_a_key_of_its_role(snooze: Snoozing, kind: str) -> None:  # 12
+    def ask(token: str) -> None:
+        snooze.client(None, kind=kind, token=token).infer("adder", ROWS)
+
+    def token(**options: Any) -> str:
+        return str(snoozeml.create_jwt_token(f"  {JWT_SECRET}\n", **options))
+
+    try:
+        for good in (
+            token(role="inference"),
+            token(role="admin"),
+            token(role=None, extra_claims={"roles": ["ro", "user"]}),
+        ):
+            ask(good)
+        ask(token(exp=int(time.time()) - 30))
+        for poor in ({"role": "read_only"}, {"role": None}, {"role": None, "extra_claims": {"role": "boss"}}):
+            with pytest.raises(snoozeml.PermissionDeniedError):
+                ask(token(**poor))
+        fine = token(role="inference")
+        head, claims, signature = fine.split(".")
+        for bad in (
+            token(exp=int(time.time()) - 90),
+            token(algorithm="HS512"),
+            fine + "!!",
+            f"{head}.{token(role='admin').split('.')[1]}.{signature}",
+            f"eyJhbGciOiJub25lIiwidHlwIjoiSldUIn0.{claims}.",
+        ):
+            with pytest.raises(snoozeml.AuthenticationError):
+                ask(bad)
+    finally:
+        snooze.close_clients()
+
+
+def test_a_full_queue_asks_its_callers_to_come_back_in_five_seconds(
+    sdk: Any, snooze: Snoozing, kind: str
+) -> None:  # 17
+    clients = [snooze.client(INF, kind=kind) for _ in range(6)]
+
+    def ask(client: Any) -> Any:
+        try:
+            return client.infer("sleeper", sleep(1))
+        except snoozeml.SnoozeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        answers = list(pool.map(ask, clients))
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
+        assert 0 < len(refused) < len(answers)
+        assert {(type(error), error.retry_after, error.grpc_code) for error in refused} == {
+            (snoozeml.ResourceExhaustedError, 5, "RESOURCE_EXHAUSTED")
+        }
+
+
+def test_a_call_that_is_refused_succeeds_when_it_is_tried_again(snooze: Snoozing) -> None:  # 17
+    first, second = snooze.client(INF), snooze.client(INF)
+
+    def ask_until(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            second.infer("sleeper", sleep(0))
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(first.infer, "sleeper", sleep(2), retries=3)
+        with pytest.raises(snoozeml.ResourceExhaustedError):
+            ask_until(running.done)
+        np.testing.assert_array_equal(second.infer("sleeper", sleep(0), retries=3).get_numpy("y"), np.zeros((1, 4)))
+        assert running.result().model_id == "sleeper"
+    snooze.close_clients()
+
+
+def test_the_time_a_client_gives_its_call_ends_it(sdk: Any) -> None:  # 18
+    begun = time.monotonic()
+    with pytest.raises(snoozeml.InferenceTimeoutError) as caught:
+        sdk(INF).infer("sleeper", sleep(3), client_timeout_ms=50)
+    assert (caught.value.status_code, caught.value.grpc_code) == (504, "DEADLINE_EXCEEDED")
+    assert time.monotonic() - begun < 3
+    with pytest.raises(snoozeml.InferenceTimeoutError):
+        sdk(INF).infer("sleeper", sleep(0.5), timeout=0.2)
+    # The server has ended them, too: the only permit is free.
+    answer = sdk(INF).infer("sleeper", sleep(0), client_timeout_ms=20_000, timeout=60)
+    np.testing.assert_array_equal(answer.get_numpy("y"), np.zeros((1, 4)))
+
+
+def test_every_caller_gets_its_own_rows_and_more_rows_than_one_run_takes(sdk: Any, snooze: Snoozing) -> None:  # 25
+    client = snooze.client(INF)
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda n: client.infer("adder", np.full((1, 4), n)).get_numpy("output"), range(64))
+        assert [answer[0].tolist() for answer in answers] == [[n + 1.0] * 4 for n in range(64)]
+    rows = np.arange(400, dtype=np.float32).reshape(100, 4)
+    np.testing.assert_array_equal(sdk(INF).infer("adder", rows).get_numpy("output"), rows + 1)
+    np.testing.assert_array_equal(sdk(INF).infer_dataset("adder", rows, batch_size=32).get_numpy("output"), rows + 1)
+
+
+def test_integers_pass_through_a_model_of_integers_and_fractions_do_not(sdk: Any) -> None:  # 26
+    numbers = np.array([[0, -3, 2**24, 2**40]])
+    np.testing.assert_array_equal(
+        sdk(INF).infer("ints", {"input": numbers}).get_numpy("output"), (numbers + 1).astype(np.float32)
+    )
+    for bad in (1.5, float("nan"), float("inf"), 2.0**63):
+        with pytest.raises(snoozeml.InvalidInputError, match="takes INT64: send whole numbers"):
+            sdk(INF).infer("ints", {"input": np.full((1, 4), bad)})
+
+
+def test_a_client_that_says_so_sends_and_gets_the_types_of_the_model(stub: Stub) -> None:
+    numbers = np.array([[0, -3, 2**24 + 1, 2**62]])
+    message = request("ints", data_type=pb.DATA_TYPE_INT64, raw=numbers.tobytes())
+    assert code_of(lambda: stub.infer(message, metadata=KEY)) == "INVALID_ARGUMENT"
+    message.parameters["typed"] = "true"
+    (output,) = stub.infer(message, metadata=KEY).outputs
+    assert (output.data_type, list(output.shape)) == (pb.DATA_TYPE_INT64, [1, 4])
+    assert output.raw_data == (numbers + 1).tobytes()
+    message.inputs[0].data_type, message.inputs[0].raw_data = pb.DATA_TYPE_INT32, numbers.astype("<i4").tobytes()
+    assert code_of(lambda: stub.infer(message, metadata=KEY)) == "INVALID_ARGUMENT"
+
+
+def test_nan_and_infinity_reach_a_model_unharmed(sdk: Any) -> None:  # 27
+    row = np.array([[np.nan, np.inf, -np.inf, 0]], np.float32)
+    np.testing.assert_array_equal(sdk(INF).infer("adder", row).get_numpy("output"), row + 1)
+
+
+def test_forty_mebibytes_go_in_and_out(sdk: Any) -> None:  # 28
+    row = np.arange(WIDE, dtype=np.float32)[None]
+    np.testing.assert_array_equal(sdk(INF).infer("wide", row, timeout=120).get_numpy("output"), row + 1)
+
+
+def frames(count: int, *, bad: int | None = None) -> Iterator[Any]:
+    for n in range(1, count + 1):
+        raw = np.full(4, n, np.float32).tobytes()
+        yield request(raw=raw[:-1] if n == bad else raw)
+
+
+def test_a_stream_is_answered_in_order_to_its_end(stub: Stub) -> None:  # 29
+    answers = [np.frombuffer(answer.outputs[0].raw_data, "<f4")[0] for answer in stub.stream(frames(100), metadata=KEY)]
+    assert answers == [n + 1 for n in range(1, 101)]
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stub.stream(frames(1)))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_first_frame_that_fails_ends_the_stream_after_the_answers_before_it(stub: Stub) -> None:  # 29
+    answers, stream = [], stub.stream(frames(100, bad=50), metadata=KEY)
+    with pytest.raises(grpc.RpcError) as caught:
+        answers.extend(answer.outputs[0].raw_data[:4] for answer in stream)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [np.frombuffer(raw, "<f4")[0] for raw in answers] == [n + 1 for n in range(1, 50)]
+
+
+def test_the_frames_of_a_stream_are_not_refused_for_each_other(stub: Stub) -> None:
+    def naps() -> Iterator[Any]:
+        for _ in range(3):
+            message = pb.ModelInferRequest(model_id="sleeper")
+            message.inputs.add(name="x", shape=[1, 4], raw_data=sleep(0.05)["x"].tobytes())
+            yield message
+
+    assert len(list(stub.stream(naps(), metadata=KEY))) == 3
