@@ -46,7 +46,8 @@ class Residences:
 
 @dataclass(slots=True)
 class Stay:
-    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton."""
+    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton. ``holds``: how many
+    changes are under way for which its room is kept."""
 
     running: int = 0
     waiting: int = 0
@@ -54,7 +55,7 @@ class Stay:
     pinned: bool | None = None
     traffic: Traffic = NO_CALLS
     loading: asyncio.Task[None] | None = None
-    has_room: bool = False
+    holds: int = 0
     used: float | None = None
     since: float = field(default_factory=time.monotonic)
     gone: float | None = None

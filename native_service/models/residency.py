@@ -269,7 +269,7 @@ class Residency:
         await asyncio.shield(stay.loading)
 
     async def _load(self, name: str) -> None:
-        stay, begun = self._stays[name], time.monotonic()
+        stay, begun, has_room = self._stays[name], time.monotonic(), False
         try:
             if (model := self._catalogue.served.get(name)) is None:
                 raise NotFound(f"model {name!r} is not served here")
@@ -279,7 +279,8 @@ class Residency:
             async with self._room:
                 if not self._is_loaded(name):
                     await self._make_room(name)
-                stay.has_room = True  # also where it is about to leave
+                stay.holds += 1  # also where it is about to leave
+                has_room = True
             if await self._enter(name):
                 stay.since = time.monotonic()
                 stay.cold_starts += 1
@@ -291,7 +292,8 @@ class Residency:
                 self._came.set()
                 await self._fit(name)
         finally:
-            stay.has_room, stay.loading = False, None
+            stay.holds -= has_room
+            stay.loading = None
 
     async def _enter(self, name: str) -> bool:
         try:
@@ -369,7 +371,7 @@ class Residency:
 
     def _count_loaded(self) -> int:
         return sum(
-            not model.source.hidden and (model.place is not Place.IDLE or self._stays[name].has_room)
+            not model.source.hidden and (model.place is not Place.IDLE or self._stays[name].holds > 0)
             for name, model in self._catalogue.served.items()
         )
 
@@ -377,13 +379,14 @@ class Residency:
         return sum(
             self._stays[name].memory_bytes
             for name, model in self._catalogue.served.items()
-            if model.place is not Place.IDLE or self._stays[name].has_room
+            if model.place is not Place.IDLE or self._stays[name].holds > 0
         )
 
     async def _leave(self, name: str, *, insist: bool) -> bool:
         """Unload ``name``; whether it has gone. One that ``insist`` has its calls wait from the start."""
         stay = self._stays[name]
         stay.closed = insist
+        stay.holds += 1  # it may have to stay
         deadline = time.monotonic() + _LAST_CALLS_S
 
         async def is_over() -> bool:
@@ -400,6 +403,7 @@ class Residency:
         try:
             return await self._catalogue.leave(name, is_over)
         finally:
+            stay.holds -= 1
             stay.closed = False
 
     async def _sweep(self) -> None:
