@@ -46,8 +46,8 @@ class Residences:
 
 @dataclass(slots=True)
 class Stay:
-    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton. ``holds``: how many
-    changes are under way for which its room is kept."""
+    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton. ``holds``: so
+    many changes are under way for which its room is kept."""
 
     running: int = 0
     waiting: int = 0
