@@ -72,12 +72,19 @@ def positional_names(role: str, count: int) -> list[str]:
     return [role] if count == 1 else [f"{role}_{index}" for index in range(count)]
 
 
-def serve_as_is(artifact: Artifact, name: str, device: str, max_batch_size: int | None) -> Prepared:
+def serve_as_is(
+    artifact: Artifact,
+    name: str,
+    device: str,
+    max_batch_size: int | None,
+    default_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+) -> Prepared:
     """Serve an artifact under its own signature.
 
     Triton batches when the first axis of every input and output is symbolic: by one common name, or, where the names
     differ, when a trial run shows that it counts independent rows. Otherwise the shapes are served as they are.
-    Raises SignatureError, BundleError, EngineMissing.
+    ``default_batch_size`` is the limit of what can be batched where ``max_batch_size`` is None. Raises SignatureError,
+    BundleError, EngineMissing.
     """
     inputs, outputs = artifact.inputs, artifact.outputs
     if inputs is None or outputs is None:
@@ -107,7 +114,7 @@ def serve_as_is(artifact: Artifact, name: str, device: str, max_batch_size: int 
             device=device,
         )
 
-    default = min(DEFAULT_MAX_BATCH_SIZE, artifact.max_rows or DEFAULT_MAX_BATCH_SIZE)
+    default = min(default_batch_size, artifact.max_rows or default_batch_size)
     limit = (default if max_batch_size is None else max_batch_size) if batchable else 0
     batched = spec(limit)
     if limit < 2:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from converters import backpressure, bundle, discover, folder, kinds, meta, repository, saved_model, triton_models
-from converters.artifact import serve_as_is
+from converters.artifact import DEFAULT_MAX_BATCH_SIZE, serve_as_is
 from converters.bundle import BatchSizes
 from converters.kinds import FileKind
 from converters.prepared import Prepared
@@ -34,6 +35,7 @@ def prepare(
     device: str | None = None,
     backend: str | None = None,
     max_batch_size: int | None = None,
+    default_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     batch_sizes: BatchSizes = "all",
     signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
@@ -43,7 +45,8 @@ def prepare(
     """Read and check a model without writing anything. Raises NereidError subclasses.
 
     ``callees`` holds, by name, the models that a meta model may call. Without ``device`` it is the one that a Triton
-    model declares, and the CPU for every other.
+    model declares, and the CPU for every other. ``default_batch_size``: the limit of a bare file that can be batched
+    when there is no ``max_batch_size``.
     """
     asked = device
     device = triton_models.DEFAULT_DEVICE if device is None else device
@@ -67,7 +70,7 @@ def prepare(
     if source.is_dir():
         return folder.read(source, name, opening, backend, children=children)
     artifact = kinds.read(file_kind(source), source, opening)
-    return serve_as_is(artifact, name, device, max_batch_size)
+    return serve_as_is(artifact, name, device, max_batch_size, default_batch_size)
 
 
 def check_source(source: Path, name: str) -> None:
@@ -100,6 +103,8 @@ def convert(
     device: str | None = None,
     backend: str | None = None,
     max_batch_size: int | None = None,
+    default_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+    batch_delay_ms: int = 0,
     batch_sizes: BatchSizes = "all",
     signature: str = DEFAULT_SIGNATURE,
     allow_code: bool = False,
@@ -113,7 +118,8 @@ def convert(
     """Convert ``source`` into the repository ``target``. Raises NereidError subclasses; then nothing is written.
 
     The callees of a meta model are those in ``target`` and in ``callees``. ``queue_capacity`` lets Triton itself refuse
-    requests (``backpressure``); None leaves that to ``nereid serve``. ``dry_run``: everything but the writing.
+    requests (``backpressure``); None leaves that to ``nereid serve``. ``batch_delay_ms``: how long a request waits for
+    others to share its run. ``dry_run``: everything but the writing.
     """
     calls = discover.calls_of(source) or ()
     callees = {**meta.callees_in(target, [name for name in calls if name not in callees]), **callees}
@@ -123,12 +129,14 @@ def convert(
         device=device,
         backend=backend,
         max_batch_size=max_batch_size,
+        default_batch_size=default_batch_size,
         batch_sizes=batch_sizes,
         signature=signature,
         allow_code=allow_code,
         callees=callees,
         children=children,
     )
+    prepared = replace(prepared, batch_delay_ms=batch_delay_ms)
     if queue_capacity is not None:
         prepared = backpressure.bounded(prepared, queue_capacity)
     if dry_run:

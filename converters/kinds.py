@@ -120,7 +120,9 @@ def ask_for_code(name: str, what: str, opening: Opening) -> None:
 
 def needs_consent(name: str, what: str) -> str:
     """How to allow code in the model to run."""
-    return f"{name}: {what}; if you trust it, convert with --allow-code (in nereid.yaml: options: {{allow_code: true}})"
+    return (
+        f"{name}: {what}; if you trust it, allow it with --allow-code (in nereid.yaml: options: {{allow_code: true}})"
+    )
 
 
 def _of_engine(path: Path, name: str) -> Artifact:

@@ -27,7 +27,8 @@ class Prepared:
     """``files`` maps names in the version directory to sources; ``notes`` are remarks for the user.
 
     ``stages`` are models of their own that this one, an ensemble, is made of. ``most_waiting``: the requests that
-    Triton itself lets wait, None for no limit (``backpressure``). ``labels``: by output, the one of
+    Triton itself lets wait, None for no limit (``backpressure``). ``batch_delay_ms``: how long a request waits for
+    others to share its run. ``labels``: by output, the one of
     ``files`` with a label per class. ``taken_over`` says what of a Triton model's configuration stays as it was.
 
     Raises BundleError for files that would take the place of the converted model's own, or be code of a model that has
@@ -39,6 +40,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     stages: tuple[Prepared, ...] = ()
     most_waiting: int | None = None
+    batch_delay_ms: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     taken_over: tuple[str, ...] = ()
 

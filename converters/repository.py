@@ -46,10 +46,16 @@ def check_name(name: str) -> None:
         )
 
 
-def config(spec: ModelSpec, most_waiting: int | None = None, labels: Mapping[str, str] = MappingProxyType({})) -> Any:
+def config(
+    spec: ModelSpec,
+    most_waiting: int | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    batch_delay_ms: int = 0,
+) -> Any:
     """The ``inference.ModelConfig`` message of a model.
 
-    ``most_waiting`` bounds Triton's queue (``backpressure``); ``labels`` are files with labels, by output.
+    ``most_waiting`` bounds Triton's queue (``backpressure``); ``labels`` are files with labels, by output;
+    ``batch_delay_ms``: how long a request waits for others to share its run.
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
@@ -71,9 +77,11 @@ def config(spec: ModelSpec, most_waiting: int | None = None, labels: Mapping[str
         group.kind = pb.ModelInstanceGroup.KIND_GPU
         group.gpus.append(index)
     if spec.coalesce and spec.max_batch_size > 1:
-        # No delay (500 us of it makes a lone client 2.4x slower and gains nothing under load) and no queue policy
-        # (on one instance each of them makes requests wait for a 500 ms tick).
+        # No delay by default (500 us of it makes a lone client 2.4x slower and gains nothing under load) and no queue
+        # policy (on one instance each of them makes requests wait for a 500 ms tick).
         message.dynamic_batching.SetInParent()
+        if batch_delay_ms:
+            message.dynamic_batching.max_queue_delay_microseconds = 1000 * batch_delay_ms
         # Else Triton ends a batch where the shape changes; the runtime sorts variants into runs itself, and hooks make
         # one shape of many.
         for field in message.input:
@@ -100,10 +108,13 @@ def _between(number: int, last: int, tensor: TensorSpec) -> str:
 
 
 def config_text(
-    spec: ModelSpec, most_waiting: int | None = None, labels: Mapping[str, str] = MappingProxyType({})
+    spec: ModelSpec,
+    most_waiting: int | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    batch_delay_ms: int = 0,
 ) -> str:
     """config.pbtxt of a model, parsed back and compared. Raises RepositoryError."""
-    message = config(spec, most_waiting, labels)
+    message = config(spec, most_waiting, labels, batch_delay_ms)
     text = text_format.MessageToString(message)
     if text_format.Parse(text, type(message)()) != message:
         raise RepositoryError(f"config.pbtxt of {spec.name!r} does not read back as written; please report this model")
@@ -113,7 +124,7 @@ def config_text(
 def check(prepared: Prepared) -> None:
     """Raise RepositoryError for a model that Triton's configuration cannot describe; nothing is written."""
     for part in (*prepared.stages, prepared):
-        config_text(part.spec, part.most_waiting, part.labels)
+        config_text(part.spec, part.most_waiting, part.labels, part.batch_delay_ms)
 
 
 def _model_py(spec: ModelSpec) -> str:
@@ -182,7 +193,8 @@ def _fill(directory: Path, prepared: Prepared, *, link: bool) -> None:
     spec = prepared.spec
     version = directory / VERSION
     version.mkdir(parents=True)
-    durable.write_text(directory / CONFIG_FILE, config_text(spec, prepared.most_waiting, prepared.labels))
+    text = config_text(spec, prepared.most_waiting, prepared.labels, prepared.batch_delay_ms)
+    durable.write_text(directory / CONFIG_FILE, text)
     if not spec.stages:
         durable.write_text(version / MODEL_FILE, _model_py(spec))
     durable.write_text(version / SPEC_FILE, spec.to_json())

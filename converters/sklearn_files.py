@@ -38,7 +38,7 @@ def read_skops(path: Path, *, allow_code: bool) -> Artifact:
         if untrusted and not allow_code:
             raise BundleError(
                 f"{path.name} holds types that skops does not trust ({', '.join(sorted(untrusted)[:5])}); if you do, "
-                "convert with --allow-code"
+                "allow it with --allow-code"
             )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

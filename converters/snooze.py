@@ -99,11 +99,12 @@ def inspect(folder: Path, contract: Contract) -> tuple[Worker, Mapping[str, Path
     )
     if str(PurePosixPath(worker.entrypoint)) not in files:
         raise BundleError(f"{OPTIONS_FILE}: the folder holds no entrypoint {short_repr(worker.entrypoint)}")
-    if (folder / environment.REQUIREMENTS_FILE).exists():
-        environment.check(folder)
-    unknown = sorted(raw.keys() - set(_KEYS))
-    notes = (f"{OPTIONS_FILE}: {short_repr(unknown)} mean nothing here",) if unknown else ()
-    return worker, files, notes
+    notes = []
+    if unknown := sorted(raw.keys() - set(_KEYS)):
+        notes.append(f"{OPTIONS_FILE}: {short_repr(unknown)} mean nothing here")
+    if environment.names_packages(folder) and worker.python:
+        notes.append(f"{environment.REQUIREMENTS_FILE} is not installed: {OPTIONS_FILE} names a python of its own")
+    return worker, files, tuple(notes)
 
 
 def _options(folder: Path) -> dict[str, Any]:

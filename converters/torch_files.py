@@ -24,7 +24,7 @@ def read_script(path: Path, *, allow_code: bool) -> Artifact:
     if not allow_code and (found := _reaches_files(path)):
         raise BundleError(
             f"{path.name}: its code says {found!r}, which reaches files of this machine when it runs; if you trust it, "
-            "convert with --allow-code (in nereid.yaml: options: {allow_code: true})"
+            "allow it with --allow-code (in nereid.yaml: options: {allow_code: true})"
         )
     return _artifact(path, "torchscript", PLATFORM)
 

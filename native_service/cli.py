@@ -9,12 +9,16 @@ import importlib
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from nereid_backend.errors import NereidError
+
+if TYPE_CHECKING:
+    from native_service.settings import Settings
 
 _STDERR = 2
 # name -> (module, the click command in it, the one line of `nereid --help`)
@@ -73,6 +77,8 @@ def nereid() -> None:
 @click.option("--envoy", type=click.Path(path_type=Path), help="Envoy to run (default: the installed one).")
 @click.option("--bind", metavar="IP:PORT", help="Address of the service (default: 127.0.0.1:50051).")
 @click.option("--http", metavar="IP:PORT", help="Address of health and metrics over HTTP (default: off).")
+@click.option("--rest", metavar="IP:PORT", help="Address of SnoozeML's REST (default: off; 8080 with models.toml).")
+@click.option("--allow-code", is_flag=True, help="Open models in PATH that run code of their own: you trust them.")
 @click.option("--state", type=click.Path(path_type=Path), help="Write addresses and pid here, as JSON, once ready.")
 @click.option("--watch", is_flag=True, help="Follow the folder: models come, change and go while others are served.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Of the log on stderr (default: text).")
@@ -84,6 +90,8 @@ def serve(
     envoy: Path | None,
     bind: str | None,
     http: str | None,
+    rest: str | None,
+    allow_code: bool,
     state: Path | None,
     watch: bool,
     log_format: str | None,
@@ -91,38 +99,61 @@ def serve(
 ) -> None:
     """Serve the bundles in the folder PATH, or what a settings file lists.
 
+    A folder may hold settings of its own, SnoozeML's models.toml or models.json.
+
     A compiled program is code: serve only bundles you trust.
     """
     if path is not None and config is not None:
         raise click.UsageError("PATH and --config exclude each other")
+    if allow_code and path is None:
+        raise click.UsageError("--allow-code goes with PATH; a settings file says it for each model")
+
+    def read() -> tuple[Settings, Path | None]:
+        from native_service import settings
+        from native_service.snooze import models_file
+
+        file = models_file.find(path) if path is not None else config or Path(settings.DEFAULT_FILE)
+        if file is not None and allow_code:
+            raise NereidError(f"--allow-code is for a folder without settings; {file.name} says it for each model")
+        if file is not None and models_file.is_one(file):
+            said = models_file.CommandLine(bind, rest, http)
+            return models_file.load(file, file.parent if path is None else path, said), file
+        if file is not None:
+            return settings.with_addresses(settings.load(file), bind, http, rest), file
+        bound = bind or settings.DEFAULT_BIND
+        return settings.for_folder(Path(str(path)), bind=bound, http=http, rest=rest, allow_code=allow_code), None
+
+    run_server(read, log_format, verbose, tritonserver=tritonserver, envoy=envoy, state_file=state, watch=watch)
+
+
+def run_server(
+    read: Callable[[], tuple[Settings, Path | None]], log_format: str | None = None, verbose: bool = False, **more: Any
+) -> NoReturn:
+    """Serve, and end the process with the code of that.
+
+    ``read`` gives the settings and the file that they come from, None for a folder alone; it is asked again when they
+    are reloaded. ``more`` are options of the supervisor.
+    """
     # From here on a signal means "stop", also while the libraries below are being imported.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     import asyncio
 
     try:
-        from native_service import settings, supervisor
+        from native_service import supervisor
 
-        if watch:
+        if more.get("watch"):
             import watchfiles  # noqa: F401 - used much later, where nobody could be told
     except ModuleNotFoundError as error:
         raise _missing("serving", error) from None
 
     _log_to_stderr(verbose, log_format or "text")
-
-    def from_file() -> settings.Settings:
-        return settings.with_addresses(settings.load(config or Path(settings.DEFAULT_FILE)), bind, http)
-
-    if path is not None:
-        chosen = settings.for_folder(path, bind=bind or settings.DEFAULT_BIND, http=http)
-    else:
-        chosen = from_file()
+    chosen, file = read()
     if log_format is None and chosen.server.log_format != "text":
         _log_to_stderr(verbose, chosen.server.log_format)
-    file = None if path is not None else config or Path(settings.DEFAULT_FILE)
-    options = supervisor.Options(tritonserver, envoy, state, watch, from_file if file else None, file)
-    serving = supervisor.serve(chosen, options, announce=_announce)
-    sys.exit(asyncio.run(serving))
+    reread = None if file is None else lambda: read()[0]
+    options = supervisor.Options(reread=reread, settings_file=file, **more)
+    sys.exit(asyncio.run(supervisor.serve(chosen, options, announce=_announce)))
 
 
 def _leave(_number: int, _frame: Any) -> None:
@@ -155,8 +186,13 @@ def _complain(text: str) -> None:
 
 def main() -> None:
     """Entry point of the command."""
+    run_command(nereid, "nereid")
+
+
+def run_command(command: click.Command, name: str) -> None:
+    """Run ``command`` as the process ``name``: what goes wrong is told in one line each."""
     try:
-        nereid(prog_name="nereid", obj="isolated")
+        command(prog_name=name, obj="isolated")
     except NereidError as error:
         for handler in logging.getLogger().handlers:
             handler.flush()  # the error is the last line

@@ -16,17 +16,19 @@ from native_service.edge.local_channel import open_channel
 from native_service.edge.regions import Regions
 from native_service.envoy.access import OPEN, Access
 from native_service.envoy.admin import EnvoyAdmin, Traffic
+from native_service.envoy.listeners import TURNED_CALLS, TURNED_MS
 from native_service.envoy.process import EnvoyServer
 from native_service.envoy.settings import HTTP_INFER_SOCKET, INNER_SOCKET, SERVICE_SOCKET, Admitted, Place
 from native_service.kserve.grpc import KServeService, ModelControl
 from native_service.kserve.http import HttpInference
 from native_service.kserve.shared_memory import SharedMemory
+from native_service.nereid.checkpoint import Budget
 from native_service.nereid.grpc import NativeServer, NereidService
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Limits, ServerSettings
 from native_service.snooze.grpc import SnoozeService
-from native_service.snooze.inference import SnoozeInference
+from native_service.snooze.inference import Counts, SnoozeInference
 from native_service.telemetry.exposition import Counted
 from native_service.telemetry.metrics import Failed, Refusals, Tally
 from native_service.triton.process import TritonServer
@@ -36,6 +38,8 @@ from nereid_backend.spec import ModelSpec
 _DRAIN_S = 10.0
 # Of the largest: what our server holds while it answers is no attack.
 _REQUESTS_AT_ONCE = 4
+# gRPC's.
+_OK = "0"
 
 
 class Front:
@@ -58,15 +62,17 @@ class Front:
         self._scripts: ScriptCalls | None = None
         self._services: tuple[KServeService | NereidService | SnoozeInference, ...] = ()
         self._native: NereidService | None = None
-        self.snooze: SnoozeInference | None = None
-        """What runs models for SnoozeML's clients; None before the start."""
         self._memory: SharedMemory | None = None
+        self._snooze: SnoozeInference | None = None
+        self.limits = Limits()
+        """What calls that begin now may send, once it has been started."""
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
         self._refusals = Refusals()
         self._failed_calls: Tally[tuple[str, int | None]] = Tally()
         self._answered_calls: Tally[tuple[str, int]] = Tally()
+        self._turned_calls: Tally[tuple[str, str]] = Tally()
         self._connections: Tally[str] = Tally()
         self._counting = asyncio.Lock()
         self._ending = contextlib.AsyncExitStack()
@@ -85,7 +91,8 @@ class Front:
         ``control``: what callers may do. Raises SettingsError for a taken port, EnvoyUnavailable with Envoy's reason
         for anything else.
         """
-        self._specs, limits = [model.spec for model in models], server.limits
+        self._specs, self.limits = [model.spec for model in models], server.limits
+        limits = self.limits
         specs = self._specs
         channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
@@ -98,12 +105,20 @@ class Front:
         if server.allow_shared_memory:
             self._memory = SharedMemory(self._triton.channel, self._triton.key)
         kserve = KServeService(
-            specs, inference, self._triton.channel, self.is_ready, control, scripts, self._memory, self._run.repository
+            specs,
+            inference,
+            self._triton.channel,
+            self.is_ready,
+            control,
+            scripts,
+            self._memory,
+            name=server.name,
+            repository=self._run.repository,
         )
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
-        self.snooze = snooze = SnoozeInference(specs, inference, scripts)
+        self._snooze = snooze = SnoozeInference(specs, inference, scripts)
         snooze.capacities = _capacities(models)
         snooze_service = SnoozeService(snooze, inference.half_sent, native.budget)
         self._native, self._services = native, (kserve, native, snooze)
@@ -132,6 +147,7 @@ class Front:
             access=self._access,
             http=server.http,
             http_infer=server.http_infer,
+            rest=server.rest,
         )
         self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
         service.set_serving(True)
@@ -169,6 +185,8 @@ class Front:
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
             ever = self._connections.total(life, {"": look.connections_ever})
+            if self.snooze is not None:
+                self.snooze.turned = _turned(self._turned_calls.total(life, look.turned))
             return Counted(
                 Failed(self._failed_calls.total(life, look.failed), self._refusals.counts),
                 self._answered_calls.total(life, look.answered_ms),
@@ -180,6 +198,27 @@ class Front:
                 self._native.budget.used_bytes,
                 self._native.budget.total_bytes,
             )
+
+    @property
+    def snooze(self) -> SnoozeInference:
+        """What runs models for SnoozeML's clients."""
+        if self._snooze is None:
+            raise RuntimeError("the front has not been started")
+        return self._snooze
+
+    @property
+    def inference(self) -> Inference:
+        """The way to Triton."""
+        if self._inference is None:
+            raise RuntimeError("the front has not been started")
+        return self._inference
+
+    @property
+    def budget(self) -> Budget:
+        """The tensor bytes that all calls may hold together."""
+        if self._native is None:
+            raise RuntimeError("the front has not been started")
+        return self._native.budget
 
     @property
     def envoy_restarts(self) -> int:
@@ -195,6 +234,11 @@ class Front:
     def http_infer(self) -> Address | None:
         """Where KServe v2 over HTTP is, with the real port; None when it is off."""
         return None if self._envoy is None else self._envoy.http_infer
+
+    @property
+    def rest(self) -> Address | None:
+        """Where SnoozeML's REST is, with the real port; None when it is off."""
+        return None if self._envoy is None else self._envoy.rest
 
     @property
     def envoy_pid(self) -> int | None:
@@ -213,8 +257,8 @@ class Front:
         self._inference.away = frozenset(model.spec.name for model in models if model.away)
         self._inference.idle = _idle(models)
         self._inference.time_limits_s = _time_limits_s(models)
-        if self.snooze is not None:
-            self.snooze.capacities = _capacities(models)
+        if self._snooze is not None:
+            self._snooze.capacities = _capacities(models)
         self._lacks = any(model.away and model.required for model in models)
         known = {spec.name for spec in self._specs}
         # Our services send calls through Envoy: they stop before a model's way there goes, and start when it is there.
@@ -256,6 +300,7 @@ class Front:
 
         ``max_request_bytes``, and what Envoy may hold, stay as they are.
         """
+        self.limits = limits
         if self._native is not None:
             self._native.set_limits(limits)
         if self._http_inference is not None:
@@ -278,6 +323,13 @@ def _capacities(models: Sequence[Admitted]) -> dict[str, int]:
 
 def _idle(models: Sequence[Admitted]) -> frozenset[str]:
     return frozenset(model.spec.name for model in models if model.place is Place.IDLE)
+
+
+def _turned(counted: Mapping[tuple[str, str], int]) -> Counts:
+    """Of SnoozeML's calls, those that Envoy did not send to our service."""
+    good = counted.get((TURNED_CALLS, _OK), 0)
+    bad = sum(count for (name, status), count in counted.items() if name == TURNED_CALLS and status != _OK)
+    return Counts(good, bad, counted.get((TURNED_MS, _OK), 0) / 1000)
 
 
 def _time_limits_s(models: Sequence[Admitted]) -> dict[str, float]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from native_service.children import orphans
-from native_service.edge.http_endpoints import HttpEndpoints
+from native_service.edge.http_endpoints import HttpEndpoints, Metrics
 from native_service.envoy import access as envoy_access
 from native_service.envoy import install as envoy_install
-from native_service.envoy.settings import HTTP_SOCKET
+from native_service.envoy.settings import HTTP_SOCKET, REST_SOCKET
 from native_service.front import Front
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl
@@ -29,7 +29,9 @@ from native_service.operation.hangup import Hangup
 from native_service.operation.reload import Reload, live_access, live_limits, live_residency
 from native_service.operation.status import Status
 from native_service.run_directory import RunDirectory
-from native_service.settings import Address, Settings
+from native_service.settings import Address, ServerSettings, Settings
+from native_service.snooze.metrics import SnoozeMetrics
+from native_service.snooze.rest import RestServer
 from native_service.telemetry.exposition import Loads
 from native_service.telemetry.failures import LostProcesses
 from native_service.telemetry.recent_failures import RecentFailures
@@ -50,11 +52,12 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a running service listens; ``http`` and ``http_infer`` are None when they are off."""
+    """Where a running service listens; the addresses for HTTP are None when they are off."""
 
     public: Address
     http: Address | None
     http_infer: Address | None
+    rest: Address | None
     triton_grpc: str
     triton_metrics: str
     models: tuple[str, ...]
@@ -68,6 +71,7 @@ class Endpoints:
             "triton_metrics": self.triton_metrics,
             "http": None if self.http is None else str(self.http),
             "http_infer": None if self.http_infer is None else str(self.http_infer),
+            "rest": None if self.rest is None else str(self.rest),
         }
 
     def to_json(self) -> str:
@@ -183,19 +187,17 @@ async def _start(
     await triton.start()
     await control.load_converted(converted)
     front = Front(envoy, run, triton, access, residency)
+    # They answer as soon as Envoy asks, and until it asks no more.
+    await _open_http(server, run, triton, catalogue, control, residency, front, ending)
     ending.push_async_callback(front.stop)
     public = await catalogue.open(front, server, control if server.allow_model_control else None)
     residency.open(front.traffic)
     ending.callback(asyncio.create_task(residency.sweep()).cancel)
-    if front.http is not None:
-        probes = _probes(run, triton, catalogue, residency, control, front)
-        await probes.start()
-        ending.push_async_callback(probes.stop)
     ending.push_async_callback(control.stop)
     if options.watch:
         ending.callback(_following(control, options).cancel)
     where, names = triton.addresses, tuple(catalogue.models)
-    endpoints = Endpoints(public, front.http, front.http_infer, where.grpc, where.metrics, names)
+    endpoints = Endpoints(public, front.http, front.http_infer, front.rest, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
     parts = [live_access(front), live_limits(front, catalogue), live_residency(residency)]
     reload = Reload(settings, options.reread, control, parts)
@@ -221,20 +223,45 @@ def _triton(install: TritonInstall, run: RunDirectory) -> TritonServer:
     )
 
 
-def _probes(
+async def _open_http(
+    server: ServerSettings,
     run: RunDirectory,
     triton: TritonServer,
     catalogue: Catalogue,
-    residency: Residency,
     control: ModelControl,
+    residency: Residency,
     front: Front,
-) -> HttpEndpoints:
-    """Health and metrics, for the socket that Envoy hands them to."""
-    return HttpEndpoints(
-        f"{run.short_path}/{HTTP_SOCKET}",
+    ending: contextlib.AsyncExitStack,
+) -> None:
+    """Health, metrics and SnoozeML's REST, on the sockets that Envoy hands them to, as far as they are asked for."""
+    if server.http is None and server.rest is None:
+        return
+    metrics = _metrics(triton, catalogue, control, residency, front)
+    ending.push_async_callback(metrics.stop)
+    await metrics.start()
+    if server.http is not None:
+        probes = HttpEndpoints(
+            f"{run.short_path}/{HTTP_SOCKET}",
+            models=catalogue.models,
+            is_answering=front.is_answering,
+            metrics=metrics,
+        )
+        ending.push_async_callback(probes.stop)
+        await probes.start()
+    if server.rest is not None:
+        rest = RestServer(
+            server, catalogue=catalogue, control=control, residency=residency, front=front, metrics=metrics.answer
+        )
+        ending.push_async_callback(rest.stop)
+        await rest.start(f"{run.short_path}/{REST_SOCKET}")
+
+
+def _metrics(
+    triton: TritonServer, catalogue: Catalogue, control: ModelControl, residency: Residency, front: Front
+) -> Metrics:
+    return Metrics(
+        triton.addresses.metrics,
         models=catalogue.models,
-        is_answering=front.is_answering,
-        metrics=triton.addresses.metrics,
         counted=front.counted,
         loads=lambda: Loads(
             dict(catalogue.conversion_s),
@@ -243,6 +270,7 @@ def _probes(
             {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
             residency.residences,
         ),
+        more=SnoozeMetrics(lambda: front.snooze.counts, residency, lambda: triton.restarts).text,
     )
 
 

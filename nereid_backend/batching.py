@@ -53,7 +53,7 @@ class Staging:
             (bounded or VARIABLE not in tensor.row_shape) and tensor.element is not BYTES for tensor in inputs
         ]
         self._buffers: list[np.ndarray[Any, np.dtype[np.uint8]] | None] = [None] * len(self._inputs)
-        self._latest: list[Array | None] = [None] * len(self._inputs)  # the buffers as the last batch saw them
+        self._latest: list[Array | None] = [None] * len(self._inputs)  # the buffers as batches see them
 
     def gather(self, requests: Sequence[Sequence[Array]], rows: Sequence[int], size: int) -> list[Array]:
         """Join each input of ``requests`` along its batch axis and append zero rows up to ``size``.
@@ -68,9 +68,11 @@ class Staging:
             parts = [request[index] for request in requests]
             shape = parts[0].shape
             target = self._buffer(index, dtype, (*shape[:axis], size, *shape[axis + 1 :]))
+            joined = target
             if total < size:
                 target[_rows(axis, total, size)] = b"" if dtype.kind == "O" else 0
-            np.concatenate(parts, axis, out=target[_rows(axis, 0, total)])
+                joined = target[_rows(axis, 0, total)]
+            np.concatenate(parts, axis, out=joined)
             batch.append(target)
         return batch
 
@@ -78,8 +80,8 @@ class Staging:
         if not self._kept[index]:
             return np.empty(shape, dtype)
         latest = self._latest[index]
-        if latest is not None and latest.shape == shape:
-            return latest
+        if latest is not None and latest.shape[1:] == shape[1:] and len(latest) >= shape[0]:
+            return latest[: shape[0]]  # as contiguous as the whole; the size may be another one in every call
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers[index]
         if buffer is None or len(buffer) < nbytes:
@@ -89,6 +91,8 @@ class Staging:
 
     def owns(self, array: Array) -> bool:
         """Whether ``array`` may live in one of the reused buffers (an identity model returns its input)."""
+        if array.flags.owndata:  # the buffers are views of what they were cut from
+            return False
         return any(buffer is not None and np.may_share_memory(array, buffer) for buffer in self._buffers)
 
 
@@ -146,12 +150,18 @@ class OutputCheck:
 
 def split(outputs: Sequence[Array], axes: Sequence[int | None], rows: Sequence[int]) -> list[list[Array]]:
     """The rows of each request along each output's batch axis, as views, padding dropped."""
-    ranges = [slice(stop - count, stop) for count, stop in zip(rows, itertools.accumulate(rows), strict=True)]
+    stops = list(itertools.accumulate(rows))
+    ranges = list(map(slice, [0, *stops], stops))
+    if len(outputs) == 1 and not axes[0]:
+        (output,) = outputs
+        return [[output[part]] for part in ranges]
     parts = []
     for output, axis in zip(outputs, axes, strict=True):
-        rows_first = np.moveaxis(output, axis, 0) if axis else output
-        cut = [rows_first[part] for part in ranges]
-        parts.append([np.moveaxis(array, 0, axis) for array in cut] if axis else cut)
+        if axis:
+            rows_first = np.moveaxis(output, axis, 0)
+            parts.append([np.moveaxis(rows_first[part], 0, axis) for part in ranges])
+        else:
+            parts.append([output[part] for part in ranges])
     return list(map(list, zip(*parts, strict=True)))
 
 

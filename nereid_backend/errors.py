@@ -52,6 +52,12 @@ class NotFound(NereidError):
     code = "NOT_FOUND"
 
 
+class AlreadyExists(NereidError):
+    """Something of that name is there, and is not to be replaced."""
+
+    code = "ALREADY_EXISTS"
+
+
 class ResourceExhausted(NereidError):
     """A limit of this server was reached; the same call may succeed later, in ``retry_after_s`` where that is known."""
 

@@ -24,9 +24,10 @@ from nereid_backend.pipeline import Pipeline
 from nereid_backend.spec import ModelSpec
 from nereid_backend.tensors import TensorAccess
 
-# Asking Triton whether a request was cancelled is a round trip to the server process. It is worth it only where a
-# run costs much more than the question.
+# Asking Triton whether a request was cancelled is a round trip to the server process: 20 us, up to 200 on busy
+# processors. It is worth it only where a run costs much more than the question, and so does what one request adds.
 CANCEL_CHECK_MIN_RUN_S = 0.005
+CANCEL_CHECK_MIN_SHARE_S = 0.002
 
 _TRITON_CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
@@ -62,35 +63,48 @@ class TritonPythonModel:
         executor = Executor(spec, self._engine)
         self._executor = executor if spec.hooks is None else Pipeline(spec, executor, directory)
         access = TensorAccess(pb_utils)
-        self._readers = [access.reader(t, scalar=spec.is_scalar(t)) for t in spec.client_inputs]
+        self._read = access.request_reader(spec.client_inputs, spec.is_scalar)
         self._writers = [access.writer(t, scalar=spec.is_scalar(t)) for t in spec.client_outputs]
         if (problem := executor.warm_up()) is not None:
             pb_utils.Logger.log_warn(f"model {spec.name!r}: the warm-up run on zeros failed: {problem}")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        responses: list[Any] = [None] * len(requests)
-        accepted: list[int] = []
-        inputs: list[list[Array]] = []
-        readers = self._readers
-        ask = self._executor.run_s > CANCEL_CHECK_MIN_RUN_S
+        # What is usual is done for all requests at once; what goes wrong is sorted out one by one.
+        run_s = self._executor.run_s
+        ask = run_s > CANCEL_CHECK_MIN_RUN_S and run_s > CANCEL_CHECK_MIN_SHARE_S * len(requests)
+        try:
+            inputs = None if ask else self._read(requests)
+        except Exception:  # noqa: BLE001 - one unreadable request must not fail its neighbours
+            inputs = None
+        outcomes = self._run_each(requests, ask) if inputs is None else self._executor.run(inputs)
+        try:
+            response, writers, call = pb_utils.InferenceResponse, self._writers, operator.call
+            return [response(list(map(call, writers, arrays))) for arrays in outcomes]  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - outputs that cannot be handed over fail their own request only
+            return list(map(self._response, requests, outcomes))
+
+    def _run_each(self, requests: list[Any], ask: bool) -> list[list[Array] | Exception]:
+        """The outputs of requests of which some may be unreadable or, when we ``ask``, cancelled."""
+        outcomes: list[list[Array] | Exception] = [[]] * len(requests)
+        readable = {}
         for index, request in enumerate(requests):
             try:
                 if ask and request.is_cancelled():
-                    responses[index] = failure("the request was cancelled", "CANCELLED")
-                    continue
-                inputs.append([read(request) for read in readers])
-                accepted.append(index)
+                    raise Cancelled("the request was cancelled")
+                (readable[index],) = self._read([request])
             except Exception as error:  # noqa: BLE001 - one unreadable request must not fail its neighbours
-                responses[index] = self._report(request, error)
-        for index, result in zip(accepted, self._executor.run(inputs), strict=True):
-            if isinstance(result, Exception):
-                responses[index] = self._report(requests[index], result)
-                continue
-            try:
-                responses[index] = pb_utils.InferenceResponse(self._write_outputs(result))
-            except Exception as error:  # noqa: BLE001 - outputs that cannot be handed over fail their own request only
-                responses[index] = self._report(requests[index], error)
-        return responses
+                outcomes[index] = error
+        for index, outcome in zip(readable, self._executor.run(list(readable.values())), strict=True):
+            outcomes[index] = outcome
+        return outcomes
+
+    def _response(self, request: Any, outcome: list[Array] | Exception) -> Any:
+        if isinstance(outcome, Exception):
+            return self._report(request, outcome)
+        try:
+            return pb_utils.InferenceResponse(self._write_outputs(outcome))
+        except Exception as error:  # noqa: BLE001 - outputs that cannot be handed over fail their own request only
+            return self._report(request, error)
 
     def finalize(self) -> None:
         if isinstance(self._executor, Pipeline):

@@ -26,9 +26,11 @@ per tensor.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,24 +144,37 @@ class TensorAccess:
         """``server_version`` is what NVIDIA's containers say; the embedded server is 2.51 and says nothing."""
         self._server_version = server_version
         self._tensor = pb_utils.Tensor
-        self._get_input = pb_utils.get_input_tensor_by_name
         self._dlpack = int(numpy_version.partition(".")[0]) >= 2
 
-    def reader(self, spec: TensorSpec, *, scalar: bool = False) -> Callable[[Any], Array]:
-        """A function from a request to the array of input ``spec``.
+    def request_reader(
+        self, specs: Sequence[TensorSpec], is_scalar: Callable[[TensorSpec], bool] = lambda _: False
+    ) -> Callable[[Iterable[Any]], list[list[Array]]]:
+        """A function from requests to the arrays of each for the inputs ``specs``, in their order.
 
-        The array is a view of Triton's shared memory, valid until the response is sent; BF16 is a copy.
+        The arrays are views of Triton's shared memory, valid until the response is sent; BF16 is a copy.
         """
+        read = [(spec.name, self.reader(spec, scalar=is_scalar(spec))) for spec in specs]
+        if len(read) == 1:  # Triton lets no request through that has another, or none
+            ((_, only),) = read
+            return lambda requests: [[only(request.inputs()[0])] for request in requests]
+
+        def arrays(request: Any) -> list[Array]:
+            tensors = {tensor.name(): tensor for tensor in request.inputs()}
+            return [read_one(tensors[name]) for name, read_one in read]
+
+        return lambda requests: list(map(arrays, requests))
+
+    def reader(self, spec: TensorSpec, *, scalar: bool = False) -> Callable[[Any], Array]:
+        """A function from a tensor of a request to the array of input ``spec``, see ``request_reader``."""
         if scalar:
             read = self.reader(spec)
-            return lambda request: read(request)[..., 0]
-        get_input, name = self._get_input, spec.name
+            return lambda tensor: read(tensor)[..., 0]
         if spec.dtype == "bf16":
             bfloat16 = spec.element.numpy
-            return lambda request: _read_bf16(get_input(request, name), bfloat16)
+            return lambda tensor: _read_bf16(tensor, bfloat16)
         if self._dlpack and not self._is_text(spec):
-            return lambda request: np.from_dlpack(get_input(request, name))
-        return lambda request: get_input(request, name).as_numpy()
+            return np.from_dlpack
+        return operator.methodcaller("as_numpy")
 
     def view(self, spec: TensorSpec) -> Callable[[Any], Array]:
         """A function from any tensor of Triton's, laid out as ``spec``, to an array that the code of a bundle may keep.
@@ -179,7 +194,7 @@ class TensorAccess:
         tensor, name = self._tensor, spec.name
         if spec.dtype == "bf16" or (self._dlpack and not self._is_text(spec)):
             return lambda array: tensor.from_dlpack(name, Capsule(array))
-        return lambda array: tensor(name, array)
+        return functools.partial(tensor, name)
 
     def _is_text(self, spec: TensorSpec) -> bool:
         """Raises BundleError for texts that this server would lose, or end the process over."""

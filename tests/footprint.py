@@ -88,8 +88,13 @@ def shared_memory(served: Served) -> dict[str, int]:
 
 
 def envoy_of(served: Served) -> int:
-    (pid,) = (pid for pid, role in roles(served).items() if role == "envoy")
-    return pid
+    found = [pid for pid, role in roles(served).items() if role == "envoy"]
+    if len(found) != 1:
+        told = {
+            pid: [(Path("/proc") / str(pid) / name).read_bytes()[:300] for name in ("stat", "cmdline")] for pid in found
+        }
+        raise LookupError(f"{len(found)} processes look like Envoy: {told}")
+    return found[0]
 
 
 async def permits_that_stay(served: Served, wait_s: float) -> dict[str, int]:

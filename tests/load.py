@@ -115,7 +115,7 @@ class Load:
 
     def blame(self, text: str) -> None:
         if len(self.problems) < 50:
-            self.problems.append(text)
+            self.problems.append(f"{time.strftime('%H:%M:%S')} {text}")
 
     def ends(self, kind: str) -> dict[str, int]:
         """How the calls of one kind ended."""

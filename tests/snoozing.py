@@ -103,7 +103,29 @@ def snoozing(
     }
     (folder / "nereid.yaml").write_text(json.dumps(settings))  # which is YAML, too
     served = Served(folder, "--config", str(folder / "nereid.yaml"), log=folder / "log")
-    running = Snoozing(served, folder / "models")
+    with _running(served, folder / "models") as running:
+        yield running
+
+
+@contextmanager
+def snoozing_folder(folder: Path, config: Any, make: Callable[[Path], None]) -> Iterator[Snoozing]:
+    """A server of a folder that ``make`` fills, with the SDK's ``config`` in it as ``models.toml``, and REST."""
+    models = folder / "models"
+    models.mkdir()
+    make(models)
+    for role, key in zip(_ROLES, KEYS, strict=True):
+        config.add_api_key(role, key=key, name=role)
+    config.auth.jwt = snoozeml.JwtSettings(secret=JWT_SECRET)
+    config.save(models / "models.toml")
+    free = "127.0.0.1:0"
+    served = Served(folder, str(models), "--bind", free, "--rest", free, log=folder / "log")
+    with _running(served, models) as running:
+        yield running
+
+
+@contextmanager
+def _running(served: Served, models: Path) -> Iterator[Snoozing]:
+    running = Snoozing(served, models)
     try:
         yield running
     finally:

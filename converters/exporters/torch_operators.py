@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from converters.exporters import torch_recurrent
+from converters.exporters import torch_linear, torch_recurrent
 from nereid_backend.engines.jax_programs import first_line
 from nereid_backend.errors import BundleError, ExportError
 
@@ -45,7 +45,7 @@ def open_operators() -> Operators:
         registry = importlib.import_module("torchax.ops.ops_registry")
         mappings = importlib.import_module("torchax.ops.mappings")
         decompositions = importlib.import_module("torchax.decompositions")
-    own = torch_recurrent.lowerings(torch)
+    own = {**torch_linear.lowerings(torch), **torch_recurrent.lowerings(torch)}
     table = torch.export.default_decompositions()
     table.update(decompositions.DECOMPOSITIONS)
     for operator in own:

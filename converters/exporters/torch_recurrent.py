@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from converters.exporters.torch_linear import product
+
 Step = Callable[[Any, tuple[Any, ...], Sequence[Any]], tuple[Any, ...]]
 """From a row's input gates (bias included), its state and the layer's recurrent weights to its next state."""
 
@@ -74,7 +76,7 @@ def _scan(
 ) -> tuple[tuple[Any, ...], Any]:
     """The last state of one layer in one direction, and the first state after every step."""
     jax = importlib.import_module("jax")
-    gates = steps @ weights.pop(0).T  # of all steps at once
+    gates = product(steps, weights.pop(0))  # of all steps at once
     recurrent = [weights.pop(0)]
     if has_biases:
         gates = gates + weights.pop(0)
@@ -98,17 +100,17 @@ def _lstm_step(gates: Any, state: tuple[Any, ...], weights: Sequence[Any]) -> tu
     jax = importlib.import_module("jax")
     hidden, cell = state
     recurrent, bias, *projection = weights
-    enter, forget, new, leave = _split(gates + hidden @ recurrent.T + bias, 4)
+    enter, forget, new, leave = _split(gates + product(hidden, recurrent) + bias, 4)
     cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jax.numpy.tanh(new)
     hidden = jax.nn.sigmoid(leave) * jax.numpy.tanh(cell)
-    return (hidden @ projection[0].T if projection else hidden), cell
+    return (product(hidden, projection[0]) if projection else hidden), cell
 
 
 def _gru_step(gates: Any, state: tuple[Any, ...], weights: Sequence[Any]) -> tuple[Any, ...]:
     jax = importlib.import_module("jax")
     (hidden,) = state
     recurrent, bias = weights
-    (reset, update, new), (r, u, n) = _split(gates, 3), _split(hidden @ recurrent.T + bias, 3)
+    (reset, update, new), (r, u, n) = _split(gates, 3), _split(product(hidden, recurrent) + bias, 3)
     reset, update = jax.nn.sigmoid(reset + r), jax.nn.sigmoid(update + u)
     new = jax.numpy.tanh(new + reset * n)
     return (new + update * (hidden - new),)

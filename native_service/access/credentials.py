@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from native_service.access import roles
 from native_service.access.roles import NAMES, Role
 from native_service.settings.access import AuthSettings, JwtSettings, KeySettings
 from native_service.telemetry.log_records import SECRETS
@@ -35,6 +36,7 @@ class TokenRules:
     algorithm: str
     issuer: str | None
     audience: str | None
+    leeway_s: int = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Credentials:
 
     keys: Mapping[str, Role]
     tokens: TokenRules | None = None
+    metrics: Role = roles.HTTP[roles.METRICS]
+    """What ``/metrics`` asks for."""
 
 
 def read(auth: AuthSettings) -> Credentials:
@@ -65,7 +69,7 @@ def read(auth: AuthSettings) -> Credentials:
         problems.append(str(error))
     if problems:
         raise SettingsError("\n".join(problems))
-    return Credentials(keys, tokens)
+    return Credentials(keys, tokens, Role[auth.metrics.upper()])
 
 
 def warn_when_others_may_read(path: Path, what: str) -> None:
@@ -89,7 +93,7 @@ def _digest(key: KeySettings) -> str:
 
 def _token_rules(jwt: JwtSettings) -> TokenRules:
     secret = _secret("server.auth.jwt: the secret", jwt.secret_file, jwt.secret_env)
-    return TokenRules(secret.encode(), jwt.algorithm, jwt.issuer, jwt.audience)
+    return TokenRules(secret.encode(), jwt.algorithm, jwt.issuer, jwt.audience, jwt.leeway_s)
 
 
 def _secret(what: str, file: str | None, variable: str | None) -> str:
@@ -120,6 +124,12 @@ def _file(what: str, path: Path) -> str:
     if len(data) > _LONGEST_FILE:
         raise SettingsError(f"{what} in {path} is larger than {_LONGEST_FILE} bytes; is it the right file?")
     return text
+
+
+def remember(variable: str, text: str) -> None:
+    """``text`` is what ``variable`` stands for in settings, though it came by another way than the environment."""
+    SECRETS.hide(text)
+    _taken[variable] = text
 
 
 def _variable(what: str, name: str) -> str:

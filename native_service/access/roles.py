@@ -66,10 +66,11 @@ RPCS: Mapping[str, Role] = {
     f"/{service}/{method}": role for service, methods in _SERVICES.items() for method, role in methods.items()
 }
 """By gRPC path."""
+METRICS = HttpCall("GET", "/metrics")
 HTTP: Mapping[HttpCall, Role] = {
     HttpCall("GET", "/v2/health/live"): Role.PUBLIC,
     HttpCall("GET", "/v2/health/ready"): Role.PUBLIC,
-    HttpCall("GET", "/metrics"): Role.READ_ONLY,
+    METRICS: Role.READ_ONLY,
     HttpCall("GET", "/v2"): Role.READ_ONLY,
     HttpCall("POST", "/v2/repository/index"): Role.READ_ONLY,
     **{
@@ -83,5 +84,15 @@ HTTP: Mapping[HttpCall, Role] = {
     HttpCall("GET", "/v2/models/NAME"): Role.READ_ONLY,
     HttpCall("GET", "/v2/models/NAME/versions/NAME"): Role.READ_ONLY,
     HttpCall("GET", "/v2/models/stats"): Role.READ_ONLY,
+    # SnoozeML's REST.
+    HttpCall("GET", "/"): Role.PUBLIC,
+    HttpCall("GET", "/health/live"): Role.PUBLIC,
+    HttpCall("GET", "/health/ready"): Role.PUBLIC,
+    HttpCall("GET", "/v1/models"): Role.READ_ONLY,
+    HttpCall("POST", "/v1/models/NAME/infer"): Role.INFERENCE,
+    **{
+        HttpCall("POST", f"/v1/models/{call}"): Role.ADMIN
+        for call in ("NAME/load", "NAME/unload", "NAME/pin", "NAME/unpin", "upload", "refresh")
+    },
 }
-"""KServe v2 over HTTP, health and metrics; HEAD is as GET."""
+"""KServe v2 over HTTP, SnoozeML's REST, health and metrics; HEAD is as GET."""

@@ -30,6 +30,49 @@ def is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
 _LOG.addFilter(is_not_about_bad_bytes)
 
 
+class Metrics:
+    """Answers ``/metrics``, wherever that is asked for: Triton's series, completed, and ours."""
+
+    def __init__(
+        self,
+        triton: str,
+        *,
+        models: Mapping[str, Admitted],
+        counted: Callable[[], Awaitable[Counted]],
+        loads: Callable[[], Loads],
+        more: Callable[[str], str] = lambda _triton: "",
+    ) -> None:
+        """``triton`` is its metrics' ``host:port``; ``models`` may change meanwhile; ``counted`` and ``loads`` are what
+        is shown beside Triton's, ``more`` makes the text of further series from its."""
+        self._url, self._models = f"http://{triton}/metrics", models
+        self._counted, self._loads, self._more = counted, loads, more
+        self._session: ClientSession | None = None
+
+    async def start(self) -> None:
+        self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
+
+    async def stop(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        """The answer in Prometheus' format."""
+        if self._session is None:
+            return web.Response(status=503)
+        try:
+            async with self._session.get(self._url) as answer:
+                if answer.status != 200:
+                    return web.Response(status=503, text="Triton has no metrics\n")
+                triton, counted = await answer.text(), await self._counted()
+                # With a hundred models it takes a tenth of a second, which calls need not wait for.
+                text = await asyncio.to_thread(exposition, triton, dict(self._models), counted, self._loads())
+        except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
+            return web.Response(status=503, text="Triton does not answer\n")
+        except EnvoyUnavailable as error:
+            return web.Response(status=503, text=f"{error}\n")
+        return web.Response(body=(text + self._more(triton)).encode(), headers=_METRICS_HEADERS)
+
+
 class HttpEndpoints:
     """The HTTP server behind ``server.http_addr``, on a Unix socket."""
 
@@ -39,18 +82,13 @@ class HttpEndpoints:
         *,
         models: Mapping[str, Admitted],
         is_answering: Callable[[], Awaitable[bool]],
-        metrics: str,
-        counted: Callable[[], Awaitable[Counted]],
-        loads: Callable[[], Loads],
+        metrics: Metrics,
     ) -> None:
-        """``models`` may change meanwhile; ``is_answering`` tells whether calls get to Triton now; ``metrics`` is
-        Triton's metrics ``host:port``; ``counted`` and ``loads`` are what is shown beside those."""
+        """``models`` may change meanwhile; ``is_answering`` tells whether calls get to Triton now."""
         self._socket = socket
         self._models = models
         self._is_answering = is_answering
-        self._metrics_url = f"http://{metrics}/metrics"
-        self._counted, self._loads = counted, loads
-        self._session: ClientSession | None = None
+        self._metrics = metrics
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -62,10 +100,9 @@ class HttpEndpoints:
                 web.get("/v2/health/ready", self._ready),
                 web.get("/v2/models/{model}/ready", self._model_ready),
                 web.get("/v2/models/{model}/versions/{version}/ready", self._model_ready),
-                web.get("/metrics", self._metrics),
+                web.get("/metrics", self._metrics.answer),
             ]
         )
-        self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
         self._runner = web.AppRunner(application, access_log=None, logger=_LOG)
         await self._runner.setup()
         await web.UnixSite(self._runner, self._socket).start()
@@ -73,8 +110,6 @@ class HttpEndpoints:
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._session is not None:
-            await self._session.close()
 
     async def _live(self, _request: web.Request) -> web.Response:
         return web.Response()
@@ -92,19 +127,3 @@ class HttpEndpoints:
             and request.match_info.get("version", "1") == "1"
         )
         return web.Response(status=200 if there and await self._is_answering() else 400)
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        if self._session is None:
-            return web.Response(status=503)
-        try:
-            async with self._session.get(self._metrics_url) as answer:
-                if answer.status != 200:
-                    return web.Response(status=503, text="Triton has no metrics\n")
-                triton, counted = await answer.text(), await self._counted()
-                # With a hundred models it takes a tenth of a second, which calls need not wait for.
-                text = await asyncio.to_thread(exposition, triton, dict(self._models), counted, self._loads())
-        except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
-            return web.Response(status=503, text="Triton does not answer\n")
-        except EnvoyUnavailable as error:
-            return web.Response(status=503, text=f"{error}\n")
-        return web.Response(body=text.encode(), headers=_METRICS_HEADERS)

@@ -18,6 +18,8 @@ def fields(message: bytes | memoryview, at: int = 0, end: int | None = None) -> 
     while at < end:
         key, at = read_varint(message, at)
         kind = key & 7
+        if not 8 <= key < 2**32:
+            raise KeyError(key)  # fields are numbered from 1 to 2**29 - 1
         if kind == LENGTH:
             size, at = read_varint(message, at)
             stop = at + size

@@ -31,7 +31,7 @@ _TYPE = "type.googleapis.com/"
 _LUA = _TYPE + "envoy.extensions.filters.http.lua.v3.Lua"
 _JWT = "envoy.filters.http.jwt_authn"
 _PROVIDER, _CLAIMS, _FAILURE = "nereid", "claims", "failure"
-_LEEWAY_S, _KNOWN_TOKENS = 60, 1000
+_KNOWN_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _tokens(rules: TokenRules) -> Json:
         # Otherwise also ?access_token= of the path would do.
         "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
         "require_expiration": True,
-        "clock_skew_seconds": _LEEWAY_S,
+        "clock_skew_seconds": rules.leeway_s,
         "forward": True,
         # Of verified tokens; their dates are looked at again.
         "jwt_cache_config": {"jwt_cache_size": _KNOWN_TOKENS},
@@ -137,8 +137,9 @@ def _tokens(rules: TokenRules) -> Json:
 
 def script(credentials: Credentials) -> str:
     """Envoy lets a call pass when a script fails: everything that could is inside pcall, and its failure refuses."""
-    exact = {**roles.RPCS, **{_exact(call): role for call, role in roles.HTTP.items() if "NAME" not in call.path}}
-    patterns = [f'{{"^{_pattern(call)}$", {int(role)}}}' for call, role in roles.HTTP.items() if "NAME" in call.path]
+    http = {**roles.HTTP, roles.METRICS: credentials.metrics}
+    exact = {**roles.RPCS, **{_exact(call): role for call, role in http.items() if "NAME" not in call.path}}
+    patterns = [f'{{"^{_pattern(call)}$", {int(role)}}}' for call, role in http.items() if "NAME" in call.path]
     return (
         f"local keys = {_table(credentials.keys)}\n"
         f"local needs = {_table(exact)}\n"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
-from native_service.envoy.listeners import FAILED_CALLS
+from native_service.envoy.listeners import FAILED_CALLS, TURNED_CALLS, TURNED_MS
 from native_service.envoy.settings import model_of_cluster
 from nereid_backend.errors import EnvoyUnavailable
 
@@ -24,7 +24,10 @@ _FAILED = re.compile(rf"^{FAILED_CALLS}\.cluster\.(model_.*)\.status\.(\d*)$")
 # Of calls from the public listener only: what comes from our service is internal (envoy_config).
 _TIME = re.compile(r"^cluster\.(model_.*)\.external\.upstream_rq_time$")
 _CONNECTIONS, _CONNECTIONS_EVER = "http.public.downstream_cx_active", "http.public.downstream_cx_total"
-_LOOK = "|".join([_ACTIVE.pattern, _FAILED.pattern, _TIME.pattern, rf"^{_CONNECTIONS}$", rf"^{_CONNECTIONS_EVER}$"])
+# By status: calls that were turned (envoy.snooze), and their milliseconds together.
+_TURNED = re.compile(rf"^({TURNED_CALLS}|{TURNED_MS})\.status\.(\d*)$")
+_EXACT = (rf"^{_CONNECTIONS}$", rf"^{_CONNECTIONS_EVER}$")
+_LOOK = "|".join([_ACTIVE.pattern, _FAILED.pattern, _TIME.pattern, _TURNED.pattern, *_EXACT])
 
 
 class Traffic(NamedTuple):
@@ -37,13 +40,16 @@ class Traffic(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Look:
     """What Envoy counts. Since its start: calls that failed by model and gRPC status (None: the client went first),
-    calls of the public address that Triton answered by model and whole milliseconds, connections. Now: the others."""
+    calls of the public address that Triton answered by model and whole milliseconds, connections, and of SnoozeML's
+    calls that did not come to our service their number and milliseconds by TURNED_CALLS, TURNED_MS and status. Now: the
+    others."""
 
     failed: Mapping[tuple[str, int | None], int]
     answered_ms: Mapping[tuple[str, int], int]
     connections_ever: int
     connections: int
     permits_in_use: Mapping[str, int]
+    turned: Mapping[tuple[str, str], int]
 
 
 class EnvoyAdmin:
@@ -102,6 +108,7 @@ class EnvoyAdmin:
             counts.get(_CONNECTIONS_EVER, 0),
             counts.get(_CONNECTIONS, 0),
             _permits(counts),
+            {(match[1], match[2]): count for name, count in counts.items() if (match := _TURNED.match(name))},
         )
 
     async def permits_in_use(self) -> dict[str, int]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from native_service.envoy import access as envoy_access
 from native_service.envoy import limits as envoy_limits
 from native_service.envoy import scripts as envoy_scripts
+from native_service.envoy import snooze as envoy_snooze
 from native_service.envoy.listeners import BUFFER_BYTES, HTTP_ANSWER_S, HTTP_IDLE_S, header, listeners, named_route
 from native_service.envoy.scripts import CLUSTER_HEADER, CODING_HEADER, KSERVE, TRITON
 from native_service.envoy.settings import (
@@ -32,6 +33,9 @@ from native_service.envoy.settings import (
     HTTP_ROUTES_FILE,
     HTTP_SOCKET,
     PUBLIC,
+    REST,
+    REST_ROUTES_FILE,
+    REST_SOCKET,
     ROUTES_FILE,
     SERVICE,
     SERVICE_SOCKET,
@@ -54,7 +58,7 @@ _TYPE = "type.googleapis.com/"
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": PUBLIC, "config_source": _watched(ROUTES_FILE)}}
-    files = {HTTP: HTTP_ROUTES_FILE, HTTP_INFER: HTTP_INFER_ROUTES_FILE}
+    files = {HTTP: HTTP_ROUTES_FILE, HTTP_INFER: HTTP_INFER_ROUTES_FILE, REST: REST_ROUTES_FILE}
     http = {name: {"rds": {"route_config_name": name, "config_source": _watched(file)}} for name, file in files.items()}
     return {
         **_base(settings),
@@ -66,7 +70,7 @@ def bootstrap(settings: EnvoySettings) -> Json:
 def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
-    http = {name: {"route_config": _http_routes(settings, name)} for name in (HTTP, HTTP_INFER)}
+    http = {name: {"route_config": _http_routes(settings, name)} for name in (HTTP, HTTP_INFER, REST)}
     resources = {"listeners": listeners(settings, routes, http), "clusters": clusters(settings, models)}
     return {**_base(settings), "static_resources": resources}
 
@@ -84,7 +88,11 @@ def routes_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
 def http_routes_files(settings: EnvoySettings) -> dict[str, Json]:
     """By file, of the HTTP addresses that are open."""
     kind = _TYPE + "envoy.config.route.v3.RouteConfiguration"
-    names = {HTTP_ROUTES_FILE: (HTTP, settings.http), HTTP_INFER_ROUTES_FILE: (HTTP_INFER, settings.http_infer)}
+    names = {
+        HTTP_ROUTES_FILE: (HTTP, settings.http),
+        HTTP_INFER_ROUTES_FILE: (HTTP_INFER, settings.http_infer),
+        REST_ROUTES_FILE: (REST, settings.rest),
+    }
     return {
         file: {"resources": [{"@type": kind, **_http_routes(settings, name)}]}
         for file, (name, address) in names.items()
@@ -109,6 +117,7 @@ def clusters(settings: EnvoySettings, models: Sequence[Admitted]) -> list[Json]:
         ),
         *([_http_cluster(HTTP, HTTP_SOCKET)] if settings.http else []),
         *([_http_cluster(HTTP_INFER, HTTP_INFER_SOCKET)] if settings.http_infer else []),
+        *([_http_cluster(REST, REST_SOCKET)] if settings.rest else []),
     ]
 
 
@@ -124,7 +133,7 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
     # models that are away, has those loaded that are idle, and checks texts that would fail a whole batch.
     native = [(model.spec, model.time_limit_s) for model in models if _is_native(model)]
     # What the script knows of the models changes with them, so it travels with the routes.
-    on_request = envoy_scripts.on_request(native)
+    on_request = envoy_scripts.on_request(native, envoy_snooze.on_infer(spec for spec, _ in native))
     # The header, where there is one: gRPC's library keeps its own from us, and answers are to travel in kind.
     coding = header(CODING_HEADER, "%REQ(grpc-encoding)%")
     service = {"route": {"cluster": SERVICE, "timeout": "0s"}, "request_headers_to_add": [coding]}
@@ -136,10 +145,18 @@ def route_configuration(settings: EnvoySettings, models: Sequence[Admitted]) -> 
         "typed_per_filter_config": {**_script(on_request), **envoy_access.per_route(settings.access.credentials)},
         "routes": [
             named_route(f"/{KSERVE}/"),
+            _snooze_route(on_request),
             {"match": {"prefix": "/"}, **service, "typed_per_filter_config": scripted},
         ],
     }
     return {"name": PUBLIC, "virtual_hosts": [host]}
+
+
+def _snooze_route(on_request: str) -> Json:
+    """Of calls of SnoozeML's that the script has turned into ModelInfer."""
+    route = named_route(envoy_snooze.INFER)
+    rewritten = {**route["route"], "prefix_rewrite": envoy_snooze.MODEL_INFER}
+    return {**route, "route": rewritten, "typed_per_filter_config": _script(on_request + envoy_snooze.on_answer())}
 
 
 def _is_native(model: Admitted) -> bool:

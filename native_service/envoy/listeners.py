@@ -1,7 +1,7 @@
 """The addresses that Envoy opens, and what it says there by itself: refusals, counts and lines of failed calls.
 
 The public one is for gRPC; a script on it names the cluster of a call (``envoy/config.py``). ``inner`` is a Unix socket
-for our own service. The two for HTTP pass everything to sockets of ours.
+for our own service. Those for HTTP pass everything to sockets of ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from native_service.envoy.scripts import (
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
 )
-from native_service.envoy.settings import HTTP, HTTP_INFER, INNER_SOCKET, PUBLIC, EnvoySettings, Json, http2_options
+from native_service.envoy.settings import (
+    HTTP,
+    HTTP_INFER,
+    INNER_SOCKET,
+    PUBLIC,
+    REST,
+    EnvoySettings,
+    Json,
+    http2_options,
+)
+from native_service.envoy.snooze import BEGUN
 from native_service.settings import Address
 
 QUEUE_FULL = "model queue full, retry later"
@@ -26,6 +36,8 @@ GONE = "the server behind this address does not answer, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"
+# And TURNED_CALLS.status.NUMBER, TURNED_MS.status.NUMBER.
+TURNED_CALLS, TURNED_MS = "snooze_calls", "snooze_ms"
 
 # Callers choose the lengths of what is cut here. Metadata is cut only in the middle of other text: hence the space.
 FAILURE_FIELDS = {
@@ -68,14 +80,18 @@ _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.Http
 def listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, Json]) -> list[Json]:
     """All of them; ``routes`` of the public one, ``http_routes`` by the name of those for HTTP."""
     health = [_http(settings, settings.http, http_routes[HTTP])] if settings.http else []
-    inference = [_http_inference(settings, settings.http_infer, http_routes[HTTP_INFER])] if settings.http_infer else []
-    return [_public(settings, routes), _inner(settings), *health, *inference]
+    calls = [
+        _http_calls(settings, name, address, http_routes[name])
+        for name, address in ((HTTP_INFER, settings.http_infer), (REST, settings.rest))
+        if address is not None
+    ]
+    return [_public(settings, routes), _inner(settings), *health, *calls]
 
 
 def _public(settings: EnvoySettings, routes: Json) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
     filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
-    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line()]}
+    more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line(), _turned_count()]}
     listener = _listener(settings, PUBLIC, {"socket_address": address}, routes, filters, more)
     if (tls := settings.access.tls) is not None:
         [chain] = listener["filter_chains"]
@@ -100,14 +116,14 @@ def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
     return {**listener, "ignore_global_conn_limit": True}
 
 
-def _http_inference(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
-    """KServe v2 over HTTP: everything is for our service, which calls Triton through the inner listener."""
+def _http_calls(settings: EnvoySettings, name: str, bind: Address, routes: Json) -> Json:
+    """Calls of models over HTTP: everything is for our service, which calls Triton through the inner listener."""
     refusals = {
         "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
         "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
     }
     more = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
-    return _http_listener(settings, HTTP_INFER, bind, [], {**more, **routes}, ask_clients=True)
+    return _http_listener(settings, name, bind, [], {**more, **routes}, ask_clients=True)
 
 
 def _http_listener(
@@ -261,6 +277,22 @@ def _failure_count() -> Json:
     }
     failed = {"grpc_status_filter": {"statuses": ["OK"], "exclude": True}}
     return {"name": "envoy.access_loggers.stats", "filter": failed, "typed_config": config}
+
+
+def _turned_count() -> Json:
+    """Counts the calls of SnoozeML's that a script has turned, which our service does not see, and their time in ms."""
+    status = [{"name": "status", "value_format": "%GRPC_STATUS_NUMBER%"}]
+    config = {
+        "@type": _TYPE + "envoy.extensions.access_loggers.stats.v3.Config",
+        "stats_scope": {"max_counters": _MOST_FAILURE_COUNTERS},
+        "counters": [
+            {"stat": {"name": TURNED_CALLS, "tags": status}, "value_fixed": 1},
+            {"stat": {"name": TURNED_MS, "tags": status}, "value_format": "%DURATION%"},
+        ],
+    }
+    turned = {"filter": METADATA, "path": [{"key": BEGUN}], "value": {"present_match": True}}
+    only = {"metadata_filter": {"matcher": turned, "match_if_key_not_found": False}}
+    return {"name": "envoy.access_loggers.stats", "filter": only, "typed_config": config}
 
 
 def _failure_line() -> Json:

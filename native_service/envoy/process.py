@@ -30,6 +30,7 @@ from native_service.envoy.settings import (
     HTTP_INFER_ROUTES_FILE,
     HTTP_ROUTES_FILE,
     INNER_SOCKET,
+    REST_ROUTES_FILE,
     ROUTES_FILE,
     Admitted,
     EnvoySettings,
@@ -57,12 +58,13 @@ _FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
 _RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
-_PUBLIC_CALLS = r"^http\.(public|http_infer)\.downstream_(cx|rq)_active$"
+_PUBLIC_CALLS = r"^http\.(public|http_infer|rest)\.downstream_(cx|rq)_active$"
 _READS = {
     CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
     ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
     HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
     HTTP_INFER_ROUTES_FILE: r"^http\.http_infer\.rds\.http_infer\.update_(success|rejected)$",
+    REST_ROUTES_FILE: r"^http\.rest\.rds\.rest\.update_(success|rejected)$",
 }
 
 
@@ -82,9 +84,10 @@ class EnvoyServer:
         access: Access = envoy_access.OPEN,
         http: Address | None = None,
         http_infer: Address | None = None,
+        rest: Address | None = None,
     ) -> None:
         """``folder`` is the private run directory, ``short_folder`` a short name of it; ``environment`` is added."""
-        self._access, self._http, self._http_infer = access, http, http_infer
+        self._access, self._http, self._http_infer, self._rest = access, http, http_infer, rest
         self._program, self._folder, self._short_folder = program, folder, short_folder
         self._bind, self._max_message_bytes, self._max_buffered_bytes = bind, max_message_bytes, max_buffered_bytes
         self._environment = {**os.environ, **environment}
@@ -124,6 +127,11 @@ class EnvoyServer:
         """Where KServe v2 over HTTP is, with the real port."""
         return None if self._settings is None else self._settings.http_infer
 
+    @property
+    def rest(self) -> Address | None:
+        """Where SnoozeML's REST is, with the real port."""
+        return None if self._settings is None else self._settings.rest
+
     async def start(self, triton: str, models: Sequence[Admitted]) -> Address:
         """Open the public address in front of Triton's gRPC at ``triton``; the address with its real port.
 
@@ -136,8 +144,9 @@ class EnvoyServer:
         for tries_left in reversed(range(_START_TRIES)):
             bind, http = _with_port(self._bind), self._http and _with_port(self._http)
             http_infer = self._http_infer and _with_port(self._http_infer)
+            rest = self._rest and _with_port(self._rest)
             limits = (self._max_message_bytes, self._max_buffered_bytes)
-            settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer)
+            settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer, rest)
             await self._validate(settings, models)
             self._write(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
             self._write(ROUTES_FILE, envoy_config.routes_file(settings, models))
@@ -151,7 +160,7 @@ class EnvoyServer:
                     raise
                 # Between our look at a free port and Envoy's bind another program may take it.
                 if self._bind.port or not tries_left:
-                    others = {"http_addr": http, "http_infer_addr": http_infer}
+                    others = {"http_addr": http, "http_infer_addr": http_infer, "rest_addr": rest}
                     keys = [key for key, address in others.items() if f"'{address}'" in self._complaints[-1]]
                     key, taken = (keys[0], others[keys[0]]) if keys else ("bind_addr", bind)
                     raise SettingsError(f"server.{key} {taken} cannot be bound (Address already in use)") from None

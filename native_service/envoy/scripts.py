@@ -33,9 +33,10 @@ STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
 
 
-def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
+def on_request(native: Sequence[tuple[ModelSpec, float | None]], on_infer: str) -> str:
     """Names the cluster of a call that Triton can answer as it is, for ``native`` models and their time limits in s.
 
+    ``on_infer`` is what turns SnoozeML's calls into ModelInfer (:mod:`native_service.envoy.snooze`).
     ``ranks`` is the number of dimensions of all inputs together when none is left out; -1 for models that do not
     batch, whose requests need no help. Names hold letters, digits, '_', '.' and '-' only (settings).
     """
@@ -54,7 +55,7 @@ def on_request(native: Sequence[tuple[ModelSpec, float | None]]) -> str:
         f'local header, prefix, triton = "{CLUSTER_HEADER}", "{MODEL_PREFIX}", "{TRITON}"\n'
         f"local most_size, most_elements = {MOST_SIZE}, {MOST_ELEMENTS}\n"
         f'local most_text, most_parts, metadata = {MOST_TEXT_BYTES}, {_MOST_PARTS}, "{METADATA}"\n'
-        f'local region = "{REGION}"\n' + _ON_REQUEST
+        f'local region = "{REGION}"\n' + on_infer + _ON_REQUEST
     )
 
 
@@ -222,8 +223,8 @@ function envoy_on_request(request)
     headers:remove("grpc-timeout")
   end
   local path = headers:get(":path")
-  local is_infer = path == infer
-  if not is_infer and not asking[path] then
+  local is_infer, is_snooze = path == infer, path == infer_path
+  if not is_infer and not is_snooze and not asking[path] then
     -- Envoy bounds what it holds of messages that are half sent, our service cannot.
     if not streams[path] then request:body() end
     return
@@ -236,12 +237,15 @@ function envoy_on_request(request)
   local flag, a, b, c, d = window:byte(1, 5)
   local name = nil
   id = nil
-  if flag == 0 and ((a * 256 + b) * 256 + c) * 256 + d == length - 5 then name = read_request(length, is_infer) end
+  if flag == 0 and ((a * 256 + b) * 256 + c) * 256 + d == length - 5 then
+    if is_snooze then name = turned(request, buffer, length) else name = read_request(length, is_infer) end
+  end
   buffer, window = nil, nil
   if name == nil then return end
   -- Waiting for the body has ended the life of the objects from before it.
   headers = request:headers()
   if id and id:match("^[%w%p ]+$") then request:streamInfo():dynamicMetadata():set(metadata, "id", id) end
+  is_infer = is_infer or is_snooze
   if is_infer and limits[name] then shorten(headers, limits[name]) end
   headers:add(header, is_infer and prefix .. name or triton)
   request:clearRouteCache()

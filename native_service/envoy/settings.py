@@ -16,15 +16,16 @@ Json = dict[str, Any]
 
 # Relative to the run directory, where Envoy is started: a Unix socket's path may have 107 characters only.
 ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "service.sock"
-HTTP_SOCKET, HTTP_INFER_SOCKET = "http.sock", "http-infer.sock"
+HTTP_SOCKET, HTTP_INFER_SOCKET, REST_SOCKET = "http.sock", "http-infer.sock", "rest.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 HTTP_ROUTES_FILE, HTTP_INFER_ROUTES_FILE = "http-routes.json", "http-infer-routes.json"
+REST_ROUTES_FILE = "rest-routes.json"
 
-PUBLIC, HTTP, HTTP_INFER = "public", "http", "http_infer"
-"""Names of listeners and of their routes; of the two for HTTP also of their clusters."""
+PUBLIC, HTTP, HTTP_INFER, REST = "public", "http", "http_infer", "rest"
+"""Names of listeners and of their routes; of those for HTTP also of their clusters."""
 SERVICE = "service"
 """The cluster of our own gRPC service."""
-OWN_CLUSTERS = (SERVICE, HTTP, HTTP_INFER)
+OWN_CLUSTERS = (SERVICE, HTTP, HTTP_INFER, REST)
 """Where this process answers, which tells of what it refuses."""
 
 # Beside the message itself a buffer holds gRPC's and HTTP/2's framing.
@@ -72,6 +73,8 @@ class EnvoySettings:
     """Where health and metrics are; what answers is on ``HTTP_SOCKET``."""
     http_infer: Address | None = None
     """Where KServe v2 over HTTP is; what answers is on ``HTTP_INFER_SOCKET``."""
+    rest: Address | None = None
+    """Where SnoozeML's REST is; what answers is on ``REST_SOCKET``."""
 
     @property
     def window_bytes(self) -> int:

@@ -71,12 +71,13 @@ class KServeService:
         control: ModelControl | None = None,
         scripts: ScriptCalls | None = None,
         memory: SharedMemory | None = None,
+        name: str = "nereid",
         repository: Path | None = None,
     ) -> None:
         """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit.
 
-        ``control`` None: callers may not load or unload; ``memory`` None: nor register shared memory; ``repository`` is
-        Triton's, None where no model is ever idle.
+        ``control`` None: callers may not load or unload; ``memory`` None: nor register shared memory. ``name`` is what
+        the server calls itself. ``repository`` is Triton's, None where no model is ever idle.
         """
         self._repository = repository
         self.set_models(models)
@@ -86,6 +87,7 @@ class KServeService:
         self._is_ready = is_ready
         self._control = control
         self._memory = memory
+        self._name = name
         self._methods: dict[str, Method] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
@@ -160,7 +162,7 @@ class KServeService:
         off |= set() if self._control else {_CONTROL_EXTENSION}
         off |= set() if self._memory else {_MEMORY_EXTENSION}
         extensions = [name for name in theirs.extensions if name.partition("(")[0] not in off]
-        return pb.ServerMetadataResponse(name="nereid", version=own_version(), extensions=extensions)
+        return pb.ServerMetadataResponse(name=self._name, version=own_version(), extensions=extensions)
 
     async def _model_ready(self, request: Any, _context: Any) -> Any:
         inference = self._inference

@@ -95,7 +95,7 @@ ROUTES = _routes()
 """The method of ``inference.GRPCInferenceService`` behind each verb and path."""
 
 
-class _Context:
+class HttpContext:
     """What calls ask of gRPC's context."""
 
     def __init__(self, request: web.Request) -> None:
@@ -155,25 +155,25 @@ class HttpInference:
                     self._check_json(len(body))
                 message = request_type()
                 _fill(message, request.match_info, parse_object(bytes(body)))
-            return _shown(method, await self._service.call(method, message, _Context(request)))
+            return _shown(method, await self._service.call(method, message, HttpContext(request)))
 
         return answer
 
     async def _infer(self, request: web.Request) -> web.Response:
         model, version = request.match_info["model"], request.match_info.get("version", "")
-        held = _Held(self._budget)
+        held = Held(self._budget)
         try:
             with _failure_told(ASSISTED, request), self._service.refused(model):
                 body = memoryview(await self._body(request, held))
                 text, tensors = _cut(body, request.headers.get(HEADER_LENGTH))
                 self._check_json(len(text))
-                asked = await _beside(len(body), read_infer, model, version, text, tensors)
+                asked = await beside(len(body), read_infer, model, version, text, tensors)
             del body, text, tensors
-            response = await self._service.call("ModelInfer", asked.message, _Context(request))
+            response = await self._service.call("ModelInfer", asked.message, HttpContext(request))
             size, most = response.ByteSize(), self._limits.max_message_bytes
             with _failure_told(ASSISTED, request):
                 held.take(sum(map(len, response.raw_output_contents)))
-                text, tensors = await _beside(size, write_infer, response, asked, most)
+                text, tensors = await beside(size, write_infer, response, asked, most)
             coding = accepted_coding(request.headers.get("Accept-Encoding", ""))
             headers = {"Content-Type": "application/json"}
             if tensors:
@@ -181,7 +181,7 @@ class HttpInference:
             body = text + tensors
             if coding:
                 headers["Content-Encoding"] = coding
-                body = await _beside(size, encode, coding, body)
+                body = await beside(size, encode, coding, body)
             answer = web.Response(body=body, headers=headers)
             # Here and not by aiohttp, so that what a slow client has not read counts.
             await answer.prepare(request)
@@ -190,7 +190,7 @@ class HttpInference:
         finally:
             held.give_back()
 
-    async def _body(self, request: web.Request, held: _Held) -> bytearray:
+    async def _body(self, request: web.Request, held: Held) -> bytearray:
         limit = self._limits.max_request_bytes
         decoder = Decoder(request.headers.get("Content-Encoding", ""))
         body = bytearray()
@@ -224,12 +224,12 @@ def _failure_told(surface: str, request: web.Request) -> Iterator[None]:
     try:
         yield
     except NereidError as error:
-        model, request_id = request.match_info.get("model", ""), sent_id(_Context(request))
+        model, request_id = request.match_info.get("model", ""), sent_id(HttpContext(request))
         tell(Failure(model, surface, *status_of(error), request_id, time.monotonic() - begun))
         raise
 
 
-class _Held:
+class Held:
     """What one request has taken of the budget."""
 
     def __init__(self, budget: Budget) -> None:
@@ -257,7 +257,7 @@ def _cut(body: memoryview, header: str | None) -> tuple[memoryview, memoryview]:
     return body[: int(header)], body[int(header) :]
 
 
-async def _beside(size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+async def beside(size: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """The result of ``work``, off the event loop when it is about many bytes."""
     return await asyncio.to_thread(work, *arguments) if size > _LARGE_BYTES else work(*arguments)
 

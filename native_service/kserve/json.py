@@ -107,7 +107,7 @@ def _read_input(message: Any, entry: Mapping[str, Any], tensors: memoryview) -> 
         raise InvalidArgument(f"{where} needs its values in exactly one of data, {BINARY_SIZE} and {REGION}")
     if size is None:
         if "data" in entry:
-            message.raw_input_contents.append(_encode(entry["data"], tensor.datatype, shape, where))
+            message.raw_input_contents.append(encode(entry["data"], tensor.datatype, shape, where))
         return 0
     if type(size) is not int or not 0 <= size <= len(tensors):
         raise InvalidArgument(f"{where}: {BINARY_SIZE} is {short_repr(size)}, {len(tensors)} bytes are left")
@@ -115,7 +115,7 @@ def _read_input(message: Any, entry: Mapping[str, Any], tensors: memoryview) -> 
     return size
 
 
-def _encode(data: Any, datatype: str, shape: Sequence[int], where: str) -> bytes:
+def encode(data: Any, datatype: str, shape: Sequence[int], where: str) -> bytes:
     """The tensor of nested or flat lists ``data`` as bytes. Raises InvalidArgument."""
     flat = _flat(data, where)
     if len(flat) != _elements(shape):

@@ -264,7 +264,7 @@ class Catalogue:
         taken for those of later calls (Triton 2.51).
         """
         model = self._served.get(name)
-        pids = [pid for each in (model.triton_models if model else ()) for pid in self._triton.kill_processes(each)]
+        pids = [pid for each in (model.triton_models if model else ()) for pid in self._triton.kill_given_up(each)]
         if pids:
             _LOG.error("model %r: a process of it stood still for too long in a call; its processes are killed", name)
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from native_service.models.catalogue import Catalogue
@@ -22,10 +23,12 @@ from native_service.models.watch import Fingerprint, fingerprint, scan, settled
 from native_service.settings import ModelSettings, Settings
 from native_service.triton.errors import without_paths
 from nereid_backend.errors import (
+    AlreadyExists,
     BundleError,
     ModelLoadError,
     NereidError,
     NotFound,
+    RepositoryError,
     ResourceExhausted,
     SettingsError,
     TritonUnavailable,
@@ -134,6 +137,29 @@ class ModelControl:
         """Serve ``name`` no longer, until it is loaded by name. Raises NereidError, fit for a caller."""
         await self._in_turn(partial(self._unload, name))
 
+    async def refresh(self) -> None:
+        """Serve what is in the folder now. What cannot be served is logged. Raises NereidError, fit for a caller."""
+        view = await asyncio.to_thread(self._look)
+        await self._in_turn(partial(self._catch_up, view))
+
+    def settings_for(self, name: str) -> ModelSettings | None:
+        """How ``name`` is served, or would be if it came; None where the settings do not have it come."""
+        if name in self._tried:
+            return self._tried[name].source.settings
+        listed = next((model for model in self._settings.models if model.name == name), None)
+        if listed is None and self._settings.others is not None:
+            return self._settings.others.named(name)
+        return listed
+
+    async def adopt(self, model: ModelSettings, file: Path, *, overwrite: bool) -> ModelSettings:
+        """Move ``file`` into the folder and serve it as ``model``, instead of another of that name with ``overwrite``.
+
+        Gives the settings with the path it has there. Raises AlreadyExists, BundleError when the file cannot be
+        converted, NereidError; then nothing has changed.
+        """
+        await self._in_turn(partial(self._adopt, model, file, overwrite))
+        return self._tried[model.name].source.settings
+
     async def reload(self, settings: Settings, outcome: Outcome, *, before: Callable[[], Awaitable[None]]) -> None:
         """Serve what ``settings`` list, as it is on disk now, and tell ``outcome``. What is served keeps answering.
 
@@ -229,6 +255,42 @@ class ModelControl:
         elif name not in self._unloaded and (name not in self._tried or self._tried[name].source.hidden):
             raise NotFound(f"no model {name!r} to unload; RepositoryIndex lists what is served")
         self._unloaded.add(name)
+
+    async def _adopt(self, model: ModelSettings, file: Path, overwrite: bool) -> None:
+        from converters import durable
+
+        name, before, folder = model.name, self._tried.get(model.name), self._settings.server.folder
+        target = folder / file.name if before is None else before.source.path
+        was_there = target.exists()
+        if (before is not None or was_there) and not overwrite:
+            raise AlreadyExists(f"model {name!r} is there; send overwrite to replace it")
+        if target.is_dir() or target.parent != folder or target.suffixes != file.suffixes:
+            raise AlreadyExists(f"model {name!r} is read from {target.name}, which this file cannot replace")
+        model = model.model_copy(update={"options": model.options.model_copy(update={"path": target.name})})
+        failure = self._records[name].failure
+        try:
+            async with self._new_converter() as converter:
+                file = file.rename(file.with_name(target.name))
+                staged = await self._stage(Source(file, model), converter, {})
+            await asyncio.to_thread(durable.swap_in, file, target, replace=was_there)
+            try:
+                await self._serve(Source(target, model), staged)
+            except BaseException:
+                await asyncio.to_thread(_undo_swap, file, target, was_there)
+                raise
+        except BaseException as error:
+            if before is None:
+                self._tried.pop(name, None)
+                self._records.forget(name)
+            else:
+                self._tried[name], self._records[name].failure = before, failure
+            if isinstance(error, OSError):
+                raise RepositoryError(f"model {name!r} cannot be put in place ({error.strerror})") from None
+            raise
+        self._tried[name] = _Attempt(Source(target, model), fingerprint(target), {})
+        self._unloaded.discard(name)
+        others = tuple(each for each in self._settings.models if each.name != name)
+        self._settings = self._settings.model_copy(update={"models": (*others, model)})
 
     async def _put(self, source: Source, converter: Converter) -> None:
         await self._serve(source, await self._stage(source, converter, self._catalogue.specs))
@@ -374,7 +436,7 @@ class ModelControl:
     async def _miss(self, name: str, view: Mapping[str, Fingerprint]) -> None:
         """``name`` has been there and is not any more, or is not a model any more."""
         source, state, _ = self._tried[name]
-        listed = not self._settings.models or any(model.name == name for model in self._settings.models)
+        listed = self._settings.serves(name)
         entry = source.path.name
         if listed and entry in view:
             if view[entry] != state:
@@ -396,8 +458,8 @@ class ModelControl:
             return
         if fresh.server != self._settings.server:
             self._complain("the section server of the settings has changed; `nereid reload` applies what it can of it")
-        if fresh.models != self._settings.models:
-            self._settings = self._settings.model_copy(update={"models": fresh.models})
+        if (fresh.models, fresh.others) != (self._settings.models, self._settings.others):
+            self._settings = self._settings.model_copy(update={"models": fresh.models, "others": fresh.others})
             self._view = None
 
     def _report(self, problems: Sequence[str], kind: type[NereidError]) -> None:
@@ -411,6 +473,15 @@ class ModelControl:
         if line not in self._complaints:
             self._complaints.add(line)
             _LOG.warning("%s", line)
+
+
+def _undo_swap(file: Path, target: Path, was_there: bool) -> None:
+    from converters import durable
+
+    if was_there:
+        durable.swap_in(file, target, replace=True)
+    else:
+        target.unlink()
 
 
 def _callees(source: Source, others: Mapping[str, ModelSpec]) -> Mapping[str, ModelSpec]:

@@ -22,7 +22,7 @@ from typing import Any, Self, TextIO
 from pydantic import ValidationError
 
 from native_service.children import processes
-from native_service.settings import DEFAULT_CAPACITY, NAME_RULE, ModelOptions, ModelSettings, Settings
+from native_service.settings import NAME_RULE, ModelOptions, ModelSettings, Settings
 from nereid_backend.errors import BundleError, ConversionKilled, NereidError, short_repr
 from nereid_backend.spec import ModelSpec
 
@@ -90,27 +90,31 @@ class Converter:
         await self._end()
 
     async def sources(self, settings: Settings) -> tuple[list[Source], list[str]]:
-        """Every model the settings name, or every one in the folder when they name none; a line per problem.
+        """Every model the settings name, and the others in the folder where they are served too; a line per problem.
 
         A meta model's callees come along and before it, hidden unless the settings name them.
         """
         folder = settings.server.folder
-        if settings.models:
-            return await self._named(folder, settings)
+        named, problems = await self._named(folder, settings) if settings.models else ([], [])
+        if settings.others is None:
+            return named, problems
+        models = {source.name: source for source in named}
+        taken = {source.path for source in named}
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
-        models: dict[str, Source] = {}
-        problems = [] if found else [f"{folder} holds no bundle, nereid folder or model file"]
+        if not found and not named and not settings.server.allow_model_control:
+            problems.append(f"{folder} holds no bundle, nereid folder or model file")
         for name, path, calls in found:
+            if Path(path) in taken:
+                continue
             if name in models:
                 problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
                 continue
             try:
-                settings_of_model = ModelSettings(name=name, device="cpu", queue_capacity=DEFAULT_CAPACITY)
+                models[name] = Source(Path(path), settings.others.named(name), _names(calls))
             except ValidationError:
                 problems.append(f"{short_repr(path)} cannot be served: its name {NAME_RULE}; rename it")
-            else:
-                models[name] = Source(Path(path), settings_of_model, _names(calls))
-        called = {callee for source in models.values() for callee in source.calls or ()}
+        listed = {model.name for model in settings.models}
+        called = {callee for source in models.values() for callee in source.calls or ()} - listed
         return _callees_first(replace(source, hidden=name in called) for name, source in models.items()), problems
 
     async def convert(
@@ -129,6 +133,8 @@ class Converter:
             "device": model.device,
             "backend": model.backend,
             "max_batch_size": model.options.max_batch_size,
+            "default_batch_size": model.options.default_batch_size,
+            "batch_delay_ms": model.options.batch_delay_ms,
             "signature": model.signature,
             "allow_code": model.options.allow_code,
             "batch_sizes": model.options.batch_sizes,
@@ -150,10 +156,14 @@ class Converter:
         waiting = [(model, f"model {model.name!r}", False) for model in settings.models]
         while waiting:
             model, who, hidden = waiting.pop(0)
-            paths = _candidates(folder, model.name)
+            paths = _candidates(folder, model)
             if len(paths) != 1:
                 found = " and ".join(path.name for path in paths)
-                what = f"{found}; keep one" if paths else "no folder and no model file of that name"
+                what = (
+                    f"{found}; keep one"
+                    if paths
+                    else f"no {model.options.path or 'folder and no model file of that name'}"
+                )
                 problems.append(f"{who}: {folder} holds {what}")
                 continue
             (path,) = paths
@@ -233,10 +243,14 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _candidates(folder: Path, name: str) -> list[Path]:
-    """What may be meant by the model ``name``: the folder of that name, or else the model files."""
+def _candidates(folder: Path, model: ModelSettings) -> list[Path]:
+    """What may be meant by ``model``: the path it says, the folder of its name, or else the model files."""
     from converters import kinds
 
+    name = model.name
+    if model.options.path is not None:
+        path = folder / model.options.path
+        return [path] if path.exists() else []
     if (folder / name).exists():
         return [folder / name]
     files = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -283,6 +297,8 @@ def _convert(request: Mapping[str, Any]) -> dict[str, Any]:
         device=request["device"],
         backend=request["backend"],
         max_batch_size=request["max_batch_size"],
+        default_batch_size=request["default_batch_size"],
+        batch_delay_ms=request["batch_delay_ms"],
         batch_sizes=request["batch_sizes"],
         signature=request["signature"],
         allow_code=request["allow_code"],

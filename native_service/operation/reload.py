@@ -101,7 +101,10 @@ def live_limits(front: Front, catalogue: Catalogue) -> Part:
 
         return commit
 
-    names = ("max_message_bytes", "max_tensor_bytes", "max_buffered_bytes", "max_chunks", "load_timeout_s")
+    names = (
+        *("max_message_bytes", "max_tensor_bytes", "max_buffered_bytes", "max_chunks", "max_upload_bytes"),
+        "load_timeout_s",
+    )
     return Part(tuple(f"limits.{name}" for name in names), prepare)
 
 

@@ -1,8 +1,8 @@
 """nereid.yaml: what is served, where, and within which limits.
 
 The keys and rules of upstream's file are kept as they are; ours are ``server.limits``, ``server.tls``, ``server.auth``,
-``server.http_infer_addr``, ``server.log_format``, ``server.allow_*`` and ``models[].options``. Unknown keys are errors
-and relative paths are relative to the file.
+``server.http_infer_addr``, ``server.rest_addr``, ``server.name``, ``server.log_format``, ``server.allow_*``,
+``models[].options`` and ``others``. Unknown keys are errors and relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Limits(Section):
     that is more."""
     max_chunks: Annotated[int, Field(gt=0)] = 65_536
     """Most chunks of one Checkpoint call."""
+    max_upload_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024 * 1024
+    """Largest model file that is uploaded."""
     load_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     """Longest conversion, and longest load in Triton, of one model."""
 
@@ -119,6 +121,14 @@ class ModelOptions(Section):
 
     max_batch_size: Annotated[int, Field(ge=0)] | None = None
     """For a bare file with a symbolic first axis."""
+    default_batch_size: Annotated[int, Field(gt=0)] = 32
+    """The same, for those that can be batched and without an error for others."""
+    batch_delay_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
+    """How long a request waits for others to share its run."""
+    path: NonBlank | None = None
+    """The model's file or folder where it is not called as the model, relative to ml_backends_path."""
+    description: str | None = None
+    """For people."""
     batch_sizes: Literal["all", "largest"] = "all"
     """Which compiled batch sizes of a bundle to load; the largest alone means fewer programs and more padding."""
     allow_code: bool = False
@@ -148,6 +158,18 @@ class ModelSettings(Section):
     options: ModelOptions = ModelOptions()
 
 
+class OtherModels(Section):
+    """How models are served that are in the folder and not in the list."""
+
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    queue_capacity: Annotated[int, Field(gt=0)] = DEFAULT_CAPACITY
+    options: ModelOptions = ModelOptions()
+
+    def named(self, name: str) -> ModelSettings:
+        """The settings of the model ``name``. Raises ValidationError for what cannot be a name."""
+        return ModelSettings(name=name, device=self.device, queue_capacity=self.queue_capacity, options=self.options)
+
+
 class ServerSettings(Section):
     """Addresses, the folder of models, limits."""
 
@@ -157,6 +179,10 @@ class ServerSettings(Section):
     """Health and metrics over HTTP; None is off."""
     http_infer_addr: AddressText | None = None
     """KServe v2 over HTTP; None is off."""
+    rest_addr: AddressText | None = None
+    """SnoozeML's REST, health and metrics included; None is off."""
+    name: Annotated[NonBlank, Field(max_length=128)] = "nereid"
+    """What ServerMetadata calls this server; some clients look for ``snooze-ml``."""
     allow_insecure: bool = False
     """Whether an address that other machines reach may do without TLS or without knowing its callers."""
     allow_model_control: bool = False
@@ -214,9 +240,18 @@ class ServerSettings(Section):
         return None if self.http_infer_addr is None else parse_address(self.http_infer_addr)
 
     @property
+    def rest(self) -> Address | None:
+        return None if self.rest_addr is None else parse_address(self.rest_addr)
+
+    @property
     def addresses(self) -> dict[str, Address]:
         """Every address that is listened on, by its key."""
-        known = {"bind_addr": self.bind, "http_addr": self.http, "http_infer_addr": self.http_infer}
+        known = {
+            "bind_addr": self.bind,
+            "http_addr": self.http,
+            "http_infer_addr": self.http_infer,
+            "rest_addr": self.rest,
+        }
         return {key: address for key, address in known.items() if address is not None}
 
     @property
@@ -226,14 +261,20 @@ class ServerSettings(Section):
 
 
 class Settings(Section):
-    """Everything ``nereid serve`` is told. No models (only from ``for_folder``) = every bundle in the folder."""
+    """Everything ``nereid serve`` is told."""
 
     server: ServerSettings
     models: Annotated[tuple[ModelSettings, ...], Field(strict=False)]
+    others: OtherModels | None = None
+    """None: what is not in ``models`` is not served."""
+
+    def serves(self, name: str) -> bool:
+        """Whether a model of that name is served when it is there."""
+        return self.others is not None or any(model.name == name for model in self.models)
 
     @model_validator(mode="after")
     def _models(self) -> Settings:
-        if not self.models:
+        if not self.models and self.others is None:
             raise ValueError("models must list at least one model")
         seen: set[str] = set()
         for model in self.models:
@@ -251,7 +292,7 @@ def load(path: Path) -> Settings:
     except ValidationError as error:
         raise SettingsError("\n".join(describe(path, error))) from None
     folder = Path(path.absolute().parent, settings.server.ml_backends_path)
-    absolute = str(_directory(folder, f"{path}: server.ml_backends_path"))
+    absolute = str(directory(folder, f"{path}: server.ml_backends_path"))
     here, server = path.absolute().parent, settings.server
     server = server.model_copy(
         update={
@@ -263,19 +304,30 @@ def load(path: Path) -> Settings:
     return settings.model_copy(update={"server": server})
 
 
-def for_folder(path: Path, *, bind: str = DEFAULT_BIND, http: str | None = None) -> Settings:
+def for_folder(
+    path: Path,
+    *,
+    bind: str = DEFAULT_BIND,
+    http: str | None = None,
+    rest: str | None = None,
+    allow_code: bool = False,
+) -> Settings:
     """Settings without a file: every bundle in ``path``, on the CPU, ``DEFAULT_CAPACITY`` calls each."""
-    folder = _directory(path.absolute(), "PATH")
-    server = _server({"bind_addr": bind, "http_addr": http, "ml_backends_path": str(folder)})
-    return Settings.model_construct(server=server, models=())
+    folder = directory(path.absolute(), "PATH")
+    server = _server({"bind_addr": bind, "http_addr": http, "rest_addr": rest, "ml_backends_path": str(folder)})
+    return Settings(server=server, models=(), others=OtherModels(options=ModelOptions(allow_code=allow_code)))
 
 
-def with_addresses(settings: Settings, bind: str | None, http: str | None) -> Settings:
+def with_addresses(settings: Settings, bind: str | None, http: str | None, rest: str | None = None) -> Settings:
     """``settings`` with the addresses of the command line in the place of the file's. Raises SettingsError."""
-    if bind is None and http is None:
+    if bind is None and http is None and rest is None:
         return settings
     old = settings.server
-    changed = {"bind_addr": bind or old.bind_addr, "http_addr": http or old.http_addr}
+    changed = {
+        "bind_addr": bind or old.bind_addr,
+        "http_addr": http or old.http_addr,
+        "rest_addr": rest or old.rest_addr,
+    }
     return settings.model_copy(update={"server": _server({**old.model_dump(), **changed})})
 
 
@@ -310,7 +362,8 @@ def _read(path: Path) -> dict[Any, Any]:
     return raw
 
 
-def _directory(folder: Path, what: str) -> Path:
+def directory(folder: Path, what: str) -> Path:
+    """``folder`` without links in its path. Raises SettingsError, about ``what``, unless it is one."""
     try:
         return _checked_directory(folder)
     except (OSError, ValueError, RuntimeError) as error:  # also a null byte, or links in a circle

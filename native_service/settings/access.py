@@ -60,13 +60,15 @@ class KeySettings(Section):
 
 
 class JwtSettings(Section):
-    """Tokens signed with a shared secret; ``exp`` is required, 60 s of leeway."""
+    """Tokens signed with a shared secret; ``exp`` is required."""
 
     secret_file: NonBlank | None = None
     secret_env: VariableName | None = None
     algorithm: Literal["HS256", "HS384", "HS512"] = "HS256"
     issuer: NonBlank | None = None
     audience: NonBlank | None = None
+    leeway_s: Annotated[int, Field(ge=0, le=3600)] = 60
+    """How far the clocks of who makes tokens and of this server may be apart."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -80,6 +82,8 @@ class AuthSettings(Section):
 
     keys: Annotated[tuple[KeySettings, ...], Field(strict=False)] = ()
     jwt: JwtSettings | None = None
+    metrics: Literal["public", "read_only", "inference", "admin"] = "read_only"
+    """The role that ``/metrics`` asks for."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:

@@ -1,1 +1,1 @@
-"""SnoozeML's surface: ``snoozeml.v1.InferenceService``, driven by the unmodified ``snoozeml`` package."""
+"""SnoozeML's surface: its gRPC and REST, its settings file, its command."""

@@ -11,6 +11,7 @@ import re
 import grpc
 
 from native_service.edge.grpc import told
+from native_service.envoy.snooze import RETRY_AFTER_S
 from native_service.triton.errors import LOADED_AGAIN
 from nereid_backend.errors import (
     Cancelled,
@@ -25,9 +26,6 @@ from nereid_backend.errors import (
     OverLimit,
     ResourceExhausted,
 )
-
-RETRY_AFTER_S = 5
-"""When a full server asks its callers to come back."""
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|bad_alloc|cuda failure 2\b|memory allocation failed", re.IGNORECASE)
 # Words of Triton 2.51, of a model's own queue policy; a test compares them with the real one.

@@ -34,13 +34,17 @@ class Answer(NamedTuple):
     duration_ms: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Counts:
     """Calls since the start, and the time that the good ones took together."""
 
     succeeded: int = 0
     failed: int = 0
     seconds: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        more = self.succeeded + other.succeeded, self.failed + other.failed, self.seconds + other.seconds
+        return Counts(*more)
 
 
 class Deadline:
@@ -68,9 +72,16 @@ class SnoozeInference:
     def __init__(self, models: Sequence[ModelSpec], inference: Inference, scripts: ScriptCalls | None = None) -> None:
         self.set_models(models)
         self._inference, self._scripts = inference, scripts
-        self.counts = Counts()
+        self._own = Counts()
+        self.turned = Counts()
+        """The calls that Envoy has turned into ModelInfer, at its last look at them."""
         self.capacities: Mapping[str, int] = {}
         """How many calls each model takes at once."""
+
+    @property
+    def counts(self) -> Counts:
+        """All of them."""
+        return self._own + self.turned
 
     def set_models(self, models: Sequence[ModelSpec]) -> None:
         """What is served from now on."""
@@ -83,10 +94,9 @@ class SnoozeInference:
             with self._inference.calls.watched(surface, context) as call:
                 yield call
         except (NereidError, grpc.aio.AioRpcError):
-            self.counts.failed += 1
+            self._own += Counts(failed=1)
             raise
-        self.counts.succeeded += 1
-        self.counts.seconds += _ms_since(call) / 1000
+        self._own += Counts(succeeded=1, seconds=_ms_since(call) / 1000)
 
     async def infer(
         self, call: Call, model: str, inputs: Mapping[str, Array], deadline: Deadline, *, typed: bool = False

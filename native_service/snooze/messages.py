@@ -23,6 +23,7 @@ TYPED = "typed"
 """The parameter by which a client says that it sends and reads a model's own types."""
 _BOOLEANS = {"true": True, "false": False}
 _MOST_FIELDS = 10_000
+_MOST_DIMENSIONS = 32  # numpy 1.26's
 _LONGEST_TIMEOUT_MS = 31 * 86_400_000
 # Keys: the number of a field * 8 + its kind.
 _MODEL, _INPUT, _TIMEOUT, _PARAMETER = 10, 18, 24, 34
@@ -160,6 +161,8 @@ class _Reader:
         # Negative ones are the largest here.
         if not sent.shape or not all(0 < size < 2**63 for size in sent.shape):
             raise InvalidArgument(f"{where} needs one dimension at least and sizes of 1 at least")
+        if len(sent.shape) > _MOST_DIMENSIONS:
+            raise InvalidArgument(f"{where} has {len(sent.shape)}; at most {_MOST_DIMENSIONS} dimensions are taken")
         count, size_bytes = math.prod(sent.shape), sent.end - sent.start
         if count * element.size_bytes != size_bytes:
             expected = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import sys
@@ -43,6 +44,8 @@ _UNLOAD_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 1.0
 _LAST_LINES_S = 0.5
 _STUB_TIMEOUT_S = 60
+# Triton looks for life in a process once a second, and gives it up after 0.7 s at least.
+_GIVES_UP_S = 0.7
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 _KEY_NAME = "nereid-key"
 _IN_USE = "currently in use"
@@ -83,7 +86,7 @@ class TritonServer:
         self._channel: Any = None
         self._addresses: TritonAddresses | None = None
         self._loading: set[str] = set()
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, float] = {}  # when, by the monotonic clock
         self._stuck: set[str] = set()
         self._exit_hangs = False
         self.restarts = 0
@@ -205,9 +208,9 @@ class TritonServer:
         if model not in self._stuck:
             self._loading.difference_update(models)
         if problem:
-            self._exit_hangs |= not self._loaded.isdisjoint(models)
+            self._exit_hangs |= not self._loaded.keys().isdisjoint(models)
             raise ModelLoadError(problem)
-        self._loaded.update(models)
+        self._loaded.update(dict.fromkeys(models, time.monotonic()))
         if self.pid is not None:
             for each in models:
                 self._record.take_note(self.pid, each, before[each])
@@ -233,8 +236,13 @@ class TritonServer:
         stubs.kill(hung)
         return [*hung.values()]
 
-    def kill_processes(self, model: str) -> list[int]:
-        """Kill the processes of ``model`` that live; their ids."""
+    def kill_given_up(self, model: str) -> list[int]:
+        """Kill the processes of ``model``, one of which Triton may have given up; their ids.
+
+        None of a model that has just been loaded: what Triton says then is about the process that died before.
+        """
+        if time.monotonic() - self._loaded.get(model, -math.inf) < _GIVES_UP_S:
+            return []
         pids = self._record.processes_of(model)
         stubs.kill(pids)
         return pids
@@ -267,7 +275,7 @@ class TritonServer:
             reason = load_failure(error.details() or "")
             raise ModelLoadError(f"model {model!r} could not be unloaded: {reason}") from None
         else:
-            self._loaded.discard(model)
+            self._loaded.pop(model, None)
             self._record.forget(model)
         finally:
             self._loading.discard(model)

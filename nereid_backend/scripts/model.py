@@ -70,7 +70,7 @@ class TritonPythonModel:
             raise EngineError(f"model {spec.name!r} is not a script; convert it again")
         self._spec, self._script = spec, spec.script
         self._access = TensorAccess(pb_utils)
-        self._read = self._access.reader(spec.inputs[0]) if spec.inputs else None
+        self._read = self._access.request_reader(spec.inputs) if spec.inputs else None
         if spec.engine == PYTHON:
             python = environment.prepare(folder)
             command = [str(python), "-u", MAIN_FILE]
@@ -114,7 +114,7 @@ class TritonPythonModel:
         shape: tuple[int, ...] = ()
         stdin = None
         if self._read is not None:
-            array = self._read(request)
+            ((array,),) = self._read([request])
             shape = array.shape
             stdin = os.memfd_create("input", os.MFD_CLOEXEC)
             _write(stdin, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -46,6 +46,11 @@ def test_the_batch_limit_may_be_given(plus_one: Any, asked: int, limit: int, coa
     assert (spec.max_batch_size, spec.coalesce, spec.inputs[0].shape) == (limit, coalesce, (-1, 4))
 
 
+def test_the_limit_that_is_there_by_default_is_no_error_for_what_cannot_be_batched(plus_one: Any) -> None:
+    for shape, limit in ((("batch", 4), 5), ((2, 4), 0)):
+        assert serve_as_is(graph.read(plus_one(shape)), "m", "cpu", None, 5).spec.max_batch_size == limit
+
+
 def test_a_fixed_shape_is_served_as_it_is(plus_one: Any) -> None:
     spec = read(plus_one((2, 4))).spec
     assert (spec.inputs, spec.max_batch_size, spec.coalesce) == ((TensorSpec("x", "f32", (2, 4)),), 0, False)

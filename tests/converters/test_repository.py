@@ -70,6 +70,11 @@ def test_the_configuration_is_complete() -> None:
     assert parse(repository.config_text(SPEC)) == expected
 
 
+def test_requests_wait_for_others_only_when_that_is_asked_for() -> None:
+    assert repository.config(SPEC).dynamic_batching.max_queue_delay_microseconds == 0
+    assert repository.config(SPEC, batch_delay_ms=7).dynamic_batching.max_queue_delay_microseconds == 7000
+
+
 def test_requests_that_must_not_share_a_run_get_no_dynamic_batching() -> None:
     assert not parse(repository.config_text(replace(SPEC, coalesce=False))).HasField("dynamic_batching")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,12 @@ def test_a_broken_options_file_is_told(tmp_path: Path, text: str) -> None:
     with pytest.raises(BundleError, match=r"snooze_model\.json"):
         learned(folder)
     assert "snooze_model.json" in (check(folder).problem or "")
+
+
+def test_requirements_of_a_worker_with_a_python_of_its_own_are_told_to_be_its_own_matter(tmp_path: Path) -> None:
+    folder = worker(tmp_path / "w", f"{FIRST}; return {{'y': x}}", python=sys.executable)
+    (folder / "requirements.txt").write_text("no-such-distribution-of-anybody\n")
+    assert any("requirements.txt is not installed" in note for note in learned(folder).notes)
 
 
 def test_unknown_options_are_passed_over_and_told(tmp_path: Path) -> None:

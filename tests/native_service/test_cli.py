@@ -46,6 +46,7 @@ def test_watching_without_its_library_is_told_at_once(tmp_path: Path, monkeypatc
 def test_wrong_usage_exits_2() -> None:
     runner = CliRunner()
     assert runner.invoke(cli.nereid, ["serve", "x", "--config", "y"]).exit_code == 2
+    assert runner.invoke(cli.nereid, ["serve", "--config", "y", "--allow-code"]).exit_code == 2
     assert runner.invoke(cli.nereid, ["nonsense"]).exit_code == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from native_service import settings
 from native_service.models.conversion import Converter, Source
-from native_service.settings import ModelSettings
+from native_service.settings import ModelOptions, ModelSettings
 from nereid_backend.errors import NereidError
 from nereid_backend.spec import ModelSpec
 
@@ -227,7 +227,7 @@ def test_callees_that_the_settings_do_not_name_come_along_hidden(folder: Path) -
         (folder / name).write_text(calls)
     model = {"device": "cuda:1", "queue_capacity": 2}
     told = settings.for_folder(folder).model_copy(
-        update={"models": tuple(ModelSettings(name=name, **model) for name in ("a", "e"))}
+        update={"models": tuple(ModelSettings(name=name, **model) for name in ("a", "e")), "others": None}
     )
 
     async def scenario(converter: Converter) -> None:
@@ -243,6 +243,24 @@ def test_callees_that_the_settings_do_not_name_come_along_hidden(folder: Path) -
         assert (await converter.sources(told))[1] == [
             f"model 'a' calls 'gone': {folder} holds no folder and no model file of that name"
         ]
+
+    run(scenario)
+
+
+def test_a_listed_model_may_be_called_otherwise_than_its_file_beside_all_others(folder: Path) -> None:
+    for name, calls in {"a": "", "of-b": "", "c": "a"}.items():
+        (folder / name).write_text(calls)
+    b = ModelSettings(name="b", device="cuda:1", queue_capacity=2, options=ModelOptions(path="of-b"))
+    told = settings.for_folder(folder).model_copy(update={"models": (b,)})
+
+    async def scenario(converter: Converter) -> None:
+        sources, problems = await converter.sources(told)
+        assert [(s.name, s.path.name, s.hidden, s.settings.device) for s in sources] == [
+            ("b", "of-b", False, "cuda:1"), ("a", "a", True, "cpu"), ("c", "c", False, "cpu"),
+        ]  # fmt: skip
+        assert problems == []
+        (folder / "of-b").unlink()
+        assert (await converter.sources(told))[1] == [f"model 'b': {folder} holds no of-b"]
 
     run(scenario)
 

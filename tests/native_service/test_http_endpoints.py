@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
-from native_service.edge.http_endpoints import HttpEndpoints
+from native_service.edge.http_endpoints import HttpEndpoints, Metrics
 from native_service.envoy.settings import Admitted
 from native_service.telemetry.calls import Calls
 from native_service.telemetry.exposition import Counted, Loads
@@ -56,18 +56,20 @@ async def endpoints(
     metrics_address = f"127.0.0.1:{triton.addresses[0][1]}"
     with tempfile.TemporaryDirectory() as folder:
         socket = f"{folder}/http.sock"
-        served = HttpEndpoints(
-            socket,
+        metrics_shown = Metrics(
+            metrics_address,
             models=models,
-            is_answering=is_ready,
-            metrics=metrics_address,
             counted=counted,
             loads=lambda: Loads({}, {"m": 1.5}, {"m": 0, "away": 3}),
+            more=lambda triton: f"series {len(triton.splitlines())}\n",
         )
+        served = HttpEndpoints(socket, models=models, is_answering=is_ready, metrics=metrics_shown)
+        await metrics_shown.start()
         await served.start()
         async with ClientSession("http://nereid", connector=UnixConnector(socket)) as session:
             yield socket, session, triton
         await served.stop()
+        await metrics_shown.stop()
         await triton.cleanup()
 
 
@@ -116,6 +118,7 @@ def test_metrics_are_triton_s_with_the_refusals_of_envoy() -> None:
                 text = await answer.text()
                 assert text.startswith(expected)
                 assert 'nereid_model_restarts_total{model="away"} 3.0\n' in text
+                assert text.endswith(f"\nseries {len(METRICS.splitlines())}\n")
             await triton.cleanup()
             async with session.get("/metrics") as answer:
                 assert answer.status == 503

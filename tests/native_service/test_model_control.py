@@ -284,7 +284,7 @@ def test_the_end_does_not_wait_for_a_change(models: Path, run: Run) -> None:
 
 def listed(models: Path, **capacities: int) -> settings.Settings:
     rows = tuple(ModelSettings(name=n, device="cpu", queue_capacity=c) for n, c in capacities.items())
-    return settings.for_folder(models).model_copy(update={"models": rows})
+    return settings.for_folder(models).model_copy(update={"models": rows, "others": None})
 
 
 @pytest.fixture

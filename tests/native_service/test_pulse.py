@@ -17,7 +17,7 @@ from native_service.triton.stubs import StubRecord
 from nereid_backend import pulse
 
 # A model's process in a few lines: a run sleeps for what stands on a line of stdin, without the interpreter's lock or,
-# for "hold", with it.
+# for "hold" and "spin", with it.
 MODEL = """
 import ctypes, sys, time
 from nereid_backend import pulse
@@ -27,6 +27,11 @@ def execute(requests):
     verb, seconds = requests[0].split()
     if verb == "hold":
         ctypes.PyDLL(None).usleep(int(1e6 * float(seconds)))
+    elif verb == "spin":
+        sys.setswitchinterval(60)
+        end = time.monotonic() + float(seconds)
+        while time.monotonic() < end:
+            pass
     elif verb == "fail":
         raise ZeroDivisionError
     else:
@@ -139,11 +144,35 @@ def test_a_process_that_stands_still_is_noticed_while_it_runs_nothing_and_only_t
     assert model.hung() == ["model 'm': it gave no sign of life for 1 s; its process is killed"]
     model.process.send_signal(signal.SIGCONT)
     until(lambda: not model.hung())
+    time.sleep(1.5 * pulse._LATE_S)  # a call that came meanwhile would be here by now
     model.say("sleep 60")
     until(lambda: model.pulse().busy_since_ns)
     model.process.send_signal(signal.SIGSTOP)
     time.sleep(1.5 * SILENT_S)
     assert model.hung() == []
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["in a run", "before one"])
+def test_a_process_that_stood_still_ends_before_it_goes_on_with_a_call_that_may_be_lost(
+    model: Model, running: bool
+) -> None:
+    if running:
+        model.say("sleep 1")
+        until(lambda: model.pulse().busy_since_ns)
+    model.process.send_signal(signal.SIGSTOP)
+    if not running:
+        model.say("sleep 0")
+    time.sleep(1.5 * pulse._STOOD_STILL_S)
+    model.process.send_signal(signal.SIGCONT)
+    assert model.heard() == ""
+    assert model.process.wait(20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("way", ["hold", "spin"])
+def test_a_run_that_holds_the_interpreter_has_not_stood_still(model: Model, way: str) -> None:
+    for _ in range(2):
+        model.say(f"{way} {1.5 * pulse._STOOD_STILL_S}")
+        assert model.heard() == f"['{way} {1.5 * pulse._STOOD_STILL_S}\\n']"
 
 
 def test_time_in_which_the_supervisor_stood_still_as_well_does_not_count(

@@ -236,3 +236,10 @@ def test_the_command_line_overrides_the_addresses_and_is_checked_like_the_file(f
     assert settings.with_addresses(loaded, None, None) is loaded
     with pytest.raises(SettingsError, match=r"command line: bind_addr must be IP:port"):
         settings.with_addresses(loaded, "nowhere", None)
+
+
+def test_code_of_models_in_a_folder_is_opened_when_the_command_says_so(tmp_path: Path) -> None:
+    for allowed in (False, True):
+        others = settings.for_folder(tmp_path, allow_code=allowed).others
+        assert others is not None
+        assert others.named("worker").options.allow_code is allowed

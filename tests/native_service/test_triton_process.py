@@ -1,6 +1,7 @@
 import asyncio
 import errno
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -79,6 +80,26 @@ def test_a_model_that_fails_is_one_short_line_and_the_server_lives(server: Trito
                 await server.load("broken", 5)
             assert str(caught.value) == "model 'broken' could not be loaded: EngineMissing: jax is not installed"
             await server.load("fine", 5)
+
+    asyncio.run(scenario())
+
+
+def test_processes_that_have_just_been_loaded_are_not_those_that_triton_has_given_up(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("native_service.triton.process._GIVES_UP_S", 30)
+
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            await server.load("fine", 5)
+            child = await asyncio.create_subprocess_exec("sleep", "60")
+            monkeypatch.setattr(server._record, "processes_of", lambda model: [child.pid] if model == "fine" else [])
+            assert server.kill_given_up("fine") == []
+            assert child.returncode is None
+            monkeypatch.setattr("native_service.triton.process._GIVES_UP_S", 0)
+            assert server.kill_given_up("fine") == [child.pid]
+            assert await child.wait() == -signal.SIGKILL
 
     asyncio.run(scenario())
 

@@ -116,6 +116,10 @@ class FakeRequest:
         self.asked += 1
         return self.cancelled
 
+    def inputs(self) -> list[FakeTensor]:
+        """In an order of Triton's own: that of a hash table."""
+        return [self.tensor(name) for name in sorted(self.arrays, reverse=True)]
+
     def tensor(self, name: str) -> FakeTensor | None:
         if name not in self.arrays:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,29 +153,37 @@ def test_a_wrong_result_is_an_internal_error_with_a_short_text(triton: Any, body
 
 
 def test_a_cancelled_request_is_dropped_before_it_runs(triton: Any, tmp_path: Path) -> None:
-    log = tmp_path / "runs"
-    body = f"time.sleep(0.4); open({str(log)!r}, 'a').write(str(int(inputs[0][0, 0])) + ' '); return inputs"
+    log, go = tmp_path / "runs", tmp_path / "go"
+    body = f"""
+        import os
+        value = int(inputs[0][0, 0])
+        with open({str(log)!r}, "a") as log:
+            log.write(f"{{value}} ")
+        time.sleep(0.05)
+        while value and not os.path.exists({str(go)!r}):
+            time.sleep(0.01)
+        return inputs
+    """
     write_fake(triton, "slow", body, (rows("x", "i32", 1),), (rows("x", "i32", 1),), max_batch_size=1)
     log.write_text("")
 
-    codes: dict[int, grpc.StatusCode] = {}
-
-    def call(value: int, timeout: float) -> None:
-        codes[value] = grpc.StatusCode.OK
+    def call(value: int, timeout: float) -> grpc.StatusCode:
         try:
             raw_infer(triton.address, "slow", {"x": ("INT32", [1, 1], np.int32(value).tobytes())}, timeout=timeout)
         except grpc.RpcError as error:
-            codes[value] = error.code()
+            return error.code()
+        return grpc.StatusCode.OK
 
-    threads = []
-    for value, timeout in ((1, 10), (2, 0.2), (3, 10)):
-        threads.append(threading.Thread(target=call, args=(value, timeout)))
-        threads[-1].start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(call, 1, 60)
+        while log.read_text().split() != ["1"]:
+            time.sleep(0.01)
+        assert call(2, 0.3) is grpc.StatusCode.DEADLINE_EXCEEDED
+        waiting = pool.submit(call, 3, 60)
+        time.sleep(0.5)  # Triton's clock of the call began a little later than ours
+        go.touch()
+        assert (running.result(), waiting.result()) == (grpc.StatusCode.OK, grpc.StatusCode.OK)
     assert log.read_text().split() == ["1", "3"]
-    assert codes == {1: grpc.StatusCode.OK, 2: grpc.StatusCode.DEADLINE_EXCEEDED, 3: grpc.StatusCode.OK}
 
 
 def test_a_bundle_answers_at_every_size_with_padding(client: Any, triton: Any, affine_bundle: Path) -> None:

@@ -100,7 +100,7 @@ def test_an_output_of_any_layout_arrives_exact(pb_utils: Any, row: dtypes.DType,
 @pytest.mark.parametrize("row", PLAIN, ids=lambda row: row.token)
 def test_an_input_is_a_view_of_the_servers_memory(pb_utils: Any, request_of: Any, row: dtypes.DType) -> None:
     request = request_of(x=filled(row, 2, 3))
-    got = TensorAccess(pb_utils).reader(TensorSpec("x", row.token, (2, 3)))(request)
+    ((got,),) = TensorAccess(pb_utils).request_reader([TensorSpec("x", row.token, (2, 3))])([request])
     assert (got.dtype, got.tolist()) == (row.numpy, request.arrays["x"].tolist())
     assert np.shares_memory(got, request.arrays["x"])
 
@@ -109,7 +109,7 @@ def test_an_input_is_a_view_of_the_servers_memory(pb_utils: Any, request_of: Any
 def test_a_bf16_input_is_a_copy_of_its_own_dtype(pb_utils: Any, request_of: Any, shape: tuple[int, ...]) -> None:
     row = dtypes.by_token("bf16")
     request = request_of(x=filled(row, *shape))
-    got = TensorAccess(pb_utils).reader(TensorSpec("x", "bf16", shape))(request)
+    ((got,),) = TensorAccess(pb_utils).request_reader([TensorSpec("x", "bf16", shape)])([request])
     assert (got.dtype, got.shape, got.tobytes()) == (row.numpy, shape, request.arrays["x"].tobytes())
     assert not np.shares_memory(got, request.arrays["x"])
 
@@ -138,15 +138,9 @@ def test_the_numpy_generation_alone_picks_the_way(version: str, way: str) -> Non
         def __dlpack_device__(self) -> tuple[int, int]:
             return 1, 0
 
-    class Utils:
-        def get_input_tensor_by_name(self, request: Any, name: str) -> Any:
-            return Tensor.__new__(Tensor)
-
-    utils = Utils()
-    utils.Tensor = Tensor
-    access = TensorAccess(utils, version)
+    access = TensorAccess(SimpleNamespace(Tensor=Tensor), version)
     access.writer(TensorSpec("y", "f32", (2,)))(np.zeros(2, np.float32))
-    access.reader(TensorSpec("x", "f32", (2,)))(None)
+    access.reader(TensorSpec("x", "f32", (2,)))(Tensor.__new__(Tensor))
     assert used == [way, way]
 
 
@@ -164,7 +158,7 @@ def test_texts_are_refused_where_they_would_end_the_process(
     numpy_version: str, server_version: str, fits: bool
 ) -> None:
     texts = TensorSpec("words", "bytes", (-1,))
-    utils = SimpleNamespace(Tensor=lambda _name, array: array, get_input_tensor_by_name=None)
+    utils = SimpleNamespace(Tensor=lambda _name, array: array)
     access = TensorAccess(utils, numpy_version, server_version)
     if fits:
         assert access.writer(texts)([b"a"]) == [b"a"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +14,12 @@ import grpc
 import numpy as np
 import pytest
 import snoozeml
+import tritonclient.grpc as tritonclient
 from hooked_bundle import write_bundle
 from onnx import TensorProto
 from serving import write_adder
 from snoozing import ADM, INF, JWT_SECRET, RO, Snoozing, snoozing
+from tritonclient.utils import InferenceServerException
 
 from native_service.proto import snoozeml_pb2 as pb
 
@@ -41,14 +45,22 @@ def make(models: Path) -> None:
     write_adder(models / "adder.onnx")
     write_adder(models / "ints.onnx", dtype=TensorProto.INT64)
     write_adder(models / "wide.onnx", width=WIDE)
+    write_adder(models / "m.onnx", width=2)
     write_bundle(models / "sleeper", SLEEP)
 
 
 @pytest.fixture(scope="module")
 def snooze(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snoozing]:
     pytest.importorskip("jax")
-    models = {"adder": {"options": {"max_batch_size": 8}}, "ints": {}, "wide": {}, "sleeper": {"queue_capacity": 1}}
-    with snoozing(tmp_path_factory.mktemp("snooze"), models, make=make) as running:
+    models = {
+        "adder": {"options": {"max_batch_size": 8}},
+        "ints": {},
+        "wide": {},
+        "m": {"options": {"load": "first_request"}},
+        "sleeper": {"queue_capacity": 1},
+    }
+    server = {"name": "snooze-ml", "allow_model_control": True}
+    with snoozing(tmp_path_factory.mktemp("snooze"), models, server=server, make=make) as running:
         yield running
 
 
@@ -88,6 +100,43 @@ def code_of(call: Any) -> str:
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return str(caught.value.code().name)
+
+
+def test_a_stock_client_of_kserve_sees_models_come_and_go(snooze: Snoozing) -> None:  # 30, 5
+    headers = {"authorization": f"Bearer {ADM}"}
+    with tritonclient.InferenceServerClient(snooze.address) as client:
+
+        def state() -> tuple[bool, str]:
+            index = client.get_model_repository_index(headers=headers)
+            (found,) = (model.state for model in index.models if model.name == "m")
+            return client.is_model_ready("m", headers=headers), found
+
+        assert client.get_server_metadata(headers=headers).name == "snooze-ml"
+        assert list(client.get_model_metadata("adder", headers=headers).versions) == ["1"]
+        assert state() == (False, "UNAVAILABLE")
+        answer = snooze.client(INF).infer("m", ROWS[:, :2])
+        np.testing.assert_array_equal(answer.get_numpy("output"), ROWS[:, :2] + 1)
+        assert state() == (True, "READY")
+        client.unload_model("m", headers=headers)
+        assert state() == (False, "UNAVAILABLE")
+        client.load_model("m", headers=headers)
+        assert state() == (True, "READY")
+        for key, code in ((ADM, "UNIMPLEMENTED"), (INF, "PERMISSION_DENIED")):
+            with pytest.raises(InferenceServerException, match=code):
+                client.register_system_shared_memory("r", "/r", 64, headers={"authorization": f"Bearer {key}"})
+    snooze.close_clients()
+
+
+def test_what_the_sdk_puts_on_the_wire_is_answered(snooze: Snoozing) -> None:  # 34
+    """Captured from it: ``infer('m', [[1, 2], [3, 4]])``, once with client_timeout_ms=250 and parameters."""
+    plain = bytes.fromhex("0a016d121f0a05696e70757412020202180122100000803f000000400000404000008040")
+    with grpc.insecure_channel(snooze.address) as channel:
+        infer = channel.unary_unary(SERVICE + "Infer", response_deserializer=pb.ModelInferResponse.FromString)
+        for data in (plain, plain + bytes.fromhex("18fa01220a0a05726f757465120161")):
+            (output,) = infer(data, metadata=(*KEY, ("x-api-key", INF)), timeout=60).outputs
+            assert np.frombuffer(output.raw_data, "<f4").tolist() == [2, 3, 4, 5]
+        for metadata in ((("authorization", "Bearer tok"),), ()):
+            assert code_of(lambda: infer(plain, metadata=metadata)) == "UNAUTHENTICATED"  # noqa: B023 - called here
 
 
 def test_a_model_answers_in_fp32_with_its_name_and_its_time(sdk: Any) -> None:  # 5, 6
@@ -303,3 +352,43 @@ def test_the_frames_of_a_stream_are_not_refused_for_each_other(stub: Stub) -> No
             yield message
 
     assert len(list(stub.stream(naps(), metadata=KEY))) == 3
+
+
+def test_calls_that_meet_a_dead_triton_say_so_and_later_ones_are_answered(snooze: Snoozing) -> None:  # 33
+    client = snooze.client(INF)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(snooze.client(INF).infer, "sleeper", sleep(30), timeout=60)
+        while not refuses(client):
+            if running.done():  # the sleeper was taken by the question
+                running = pool.submit(snooze.client(INF).infer, "sleeper", sleep(30), timeout=60)
+        os.kill(triton_of(snooze), signal.SIGKILL)
+        with pytest.raises(snoozeml.SnoozeConnectionError):
+            running.result()
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            answer = client.infer("adder", ROWS)
+            break
+        except (snoozeml.SnoozeConnectionError, snoozeml.ModelLoadingError):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    np.testing.assert_array_equal(answer.get_numpy("output"), ROWS + 1)
+    snooze.close_clients()
+
+
+def refuses(client: Any) -> bool:
+    """Whether the sleeper takes no more calls."""
+    try:
+        client.infer("sleeper", sleep(0))
+    except snoozeml.ResourceExhaustedError:
+        return True
+    return False
+
+
+def triton_of(snooze: Snoozing) -> int:
+    (pid,) = (
+        pid
+        for pid in snooze.served.descendants()
+        if b"tritonserver\0" in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    )
+    return pid

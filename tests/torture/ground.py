@@ -78,6 +78,16 @@ class Ground:
             raise Missed(f"there is no process of {role}")
         return found[0]
 
+    async def process_of(self, role: str) -> int:
+        """The same, waiting for one that is being started again."""
+        deadline = time.monotonic() + RECOVERS_S
+        while True:
+            with contextlib.suppress(Missed):
+                return self.pid_of(role)
+            if time.monotonic() > deadline:
+                raise Missed(f"{role} is not started again")
+            await asyncio.sleep(0.05)
+
     async def wait_a_while(self, least_s: float = 0.5, most_s: float = 2.0) -> None:
         await asyncio.sleep(self.random.uniform(least_s, most_s))
 

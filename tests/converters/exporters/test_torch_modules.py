@@ -18,6 +18,7 @@ from torch import nn  # noqa: E402
 
 from converters.convert import prepare  # noqa: E402
 from converters.exporters import TorchModel, export_torch, read_bundle_weights, torch_programs  # noqa: E402
+from converters.exporters.torch_linear import FEW_ROWS  # noqa: E402
 from nereid_backend.errors import ExportError  # noqa: E402
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -101,6 +102,17 @@ def recurrent() -> tuple[Any, tuple[Any, ...]]:
     return module(forward, lstm=lstm, gru=nn.GRU(12, 3, batch_first=True, bias=False)), (torch.randn(3, 6, 4),)
 
 
+def linear() -> tuple[Any, tuple[Any, ...]]:
+    """Products of few rows and of many, of one row that is no batch, and without a bias."""
+
+    def forward(self: Any, x: Any) -> Any:
+        rows = self.wide(x)
+        return rows, self.narrow(rows.flatten(1)), x[:, 0] * self.wide(self.constant).sum()
+
+    model = module(forward, wide=nn.Linear(4, 6), narrow=nn.Linear(6 * 100, 1, bias=False), constant=torch.randn(4))
+    return model, (torch.randn(3, 100, 4),)
+
+
 def of_integers() -> tuple[Any, tuple[Any, ...]]:
     def forward(self: Any, ids: Any, lengths: Any) -> Any:
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -111,11 +123,20 @@ def of_integers() -> tuple[Any, tuple[Any, ...]]:
     return model, (torch.randint(0, 20, (3, 5)), torch.tensor([5, 2, 3], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("network", [convolutional, attentive, recurrent])
+@pytest.mark.parametrize("network", [convolutional, attentive, linear, recurrent])
 def test_networks_agree_with_the_module(tmp_path: Path, network: Any) -> None:
     model, examples = network()
     done = export_torch(model, examples, tmp_path / "network", [2], provenance=None)
     assert max(done.differences.values()) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "turned"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)])
+def test_xla_multiplies_weights_as_torch_keeps_them_by_few_rows_without_turning_them(
+    tmp_path: Path, rows: int, turned: bool
+) -> None:
+    done = export_torch(nn.Linear(4, 6), torch.randn(2, 4), tmp_path / "linear", [rows], provenance=None)
+    (file,) = done.directory.glob("*.mlir")
+    assert turned == (b"optimization_barrier" in file.read_bytes())
 
 
 def test_integers_are_exact_at_every_batch_size_on_the_way_to_a_client(tmp_path: Path, served: Any) -> None:
