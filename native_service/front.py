@@ -176,8 +176,7 @@ class Front:
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
             ever = self._connections.total(life, {"": look.connections_ever})
-            if self.snooze is not None:
-                self.snooze.turned = _turned(self._turned_calls.total(life, look.turned))
+            self.snooze.turned = _turned(self._turned_calls.total(life, look.turned))
             return Counted(
                 Failed(self._failed_calls.total(life, look.failed), self._refusals.counts),
                 self._answered_calls.total(life, look.answered_ms),

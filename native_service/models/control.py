@@ -264,8 +264,11 @@ class ModelControl:
         was_there = target.exists()
         if (before is not None or was_there) and not overwrite:
             raise AlreadyExists(f"model {name!r} is there; send overwrite to replace it")
-        if target.is_dir() or target.parent != folder or target.suffixes != file.suffixes:
-            raise AlreadyExists(f"model {name!r} is read from {target.name}, which this file cannot replace")
+        of_another = any(each.source.path == target for other, each in self._tried.items() if other != name)
+        is_alike = target.parent == folder and target.name.endswith(file.name.removeprefix(name))
+        if target.is_dir() or of_another or not is_alike:
+            whose = "another model" if of_another else f"model {name!r}"
+            raise AlreadyExists(f"{whose} is read from {target.name}, which this file cannot replace")
         model = model.model_copy(update={"options": model.options.model_copy(update={"path": target.name})})
         failure = self._records[name].failure
         try:
