@@ -104,8 +104,17 @@ class Front:
         self._ending.push_async_callback(scripts.stop)
         if server.allow_shared_memory:
             self._memory = SharedMemory(self._triton.channel, self._triton.key)
-        triton = self._triton.channel
-        kserve = KServeService(specs, inference, triton, self.is_ready, control, scripts, self._memory, server.name)
+        kserve = KServeService(
+            specs,
+            inference,
+            self._triton.channel,
+            self.is_ready,
+            control,
+            scripts,
+            self._memory,
+            name=server.name,
+            repository=self._run.repository,
+        )
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)

@@ -244,7 +244,7 @@ class ModelControl:
         await self._residency.load(name)
 
     async def _unload(self, name: str) -> None:
-        if self._residency.is_on_demand(name):
+        if name in self._catalogue.models and self._residency.is_on_demand(name):
             await self._residency.unload(name)
             return
         if name in self._catalogue.models:
@@ -400,6 +400,8 @@ class ModelControl:
     async def _admit(self, source: Source) -> None:
         await self._catalogue.admit(source)
         self._tried[source.name] = self._tried[source.name]._replace(source=source)
+        if source.settings.options.pinned:
+            await self._residency.wake(source.name)
 
     async def _catch_up(self, view: Mapping[str, Fingerprint]) -> None:
         """Serve what ``view`` holds. What comes comes first: a renamed model is always there under one of its names."""
