@@ -44,7 +44,7 @@ fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest --hypothesis-profile=thorough tests/native_service/test_fuzz.py tests/native_service/test_limits.py
 
 BENCHES := $(addprefix bench/,overhead front live_models coalescing hooks engine_call weights second_start memory checkpoint \
-	warm_script kserve_ways check encoder linear snooze) endings
+	warm_script kserve_ways check encoder linear snooze lifecycle) endings
 
 bench: $(VENV)/.test
 	missed=0; for each in $(BENCHES); do $(BIN)/python tests/$$each.py || missed=1; done; exit $$missed

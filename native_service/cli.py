@@ -115,11 +115,8 @@ def serve(
         file = models_file.find(path) if path is not None else config or Path(settings.DEFAULT_FILE)
         if file is not None and allow_code:
             raise NereidError(f"--allow-code is for a folder without settings; {file.name} says it for each model")
-        if file is not None and models_file.is_one(file):
-            said = models_file.CommandLine(bind, rest, http)
-            return models_file.load(file, file.parent if path is None else path, said), file
         if file is not None:
-            return settings.with_addresses(settings.load(file), bind, http, rest), file
+            return models_file.load_any(file, models_file.CommandLine(bind, rest, http)), file
         bound = bind or settings.DEFAULT_BIND
         return settings.for_folder(Path(str(path)), bind=bound, http=http, rest=rest, allow_code=allow_code), None
 

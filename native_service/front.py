@@ -104,8 +104,17 @@ class Front:
         self._ending.push_async_callback(scripts.stop)
         if server.allow_shared_memory:
             self._memory = SharedMemory(self._triton.channel, self._triton.key)
-        triton = self._triton.channel
-        kserve = KServeService(specs, inference, triton, self.is_ready, control, scripts, self._memory, server.name)
+        kserve = KServeService(
+            specs,
+            inference,
+            self._triton.channel,
+            self.is_ready,
+            control,
+            scripts,
+            self._memory,
+            name=server.name,
+            repository=self._run.repository,
+        )
         regions = Regions(self._run.shared_memory_prefix, self._triton)
         self._ending.push_async_callback(regions.close)
         native = NereidService(specs, inference, limits, scripts, regions)
@@ -176,8 +185,7 @@ class Front:
             if life != self.envoy_pid:
                 raise EnvoyUnavailable("Envoy is being started again")
             ever = self._connections.total(life, {"": look.connections_ever})
-            if self.snooze is not None:
-                self.snooze.turned = _turned(self._turned_calls.total(life, look.turned))
+            self.snooze.turned = _turned(self._turned_calls.total(life, look.turned))
             return Counted(
                 Failed(self._failed_calls.total(life, look.failed), self._refusals.counts),
                 self._answered_calls.total(life, look.answered_ms),

@@ -26,7 +26,7 @@ from native_service.models.residency import Residency
 from native_service.operation import preflight
 from native_service.operation.control_channel import ControlChannel
 from native_service.operation.hangup import Hangup
-from native_service.operation.reload import Reload, live_access, live_limits
+from native_service.operation.reload import Reload, live_access, live_limits, live_residency
 from native_service.operation.status import Status
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings, Settings
@@ -181,7 +181,7 @@ async def _start(
     residency = Residency(catalogue, server.residency)
     ending.push_async_callback(residency.stop)
     control = ModelControl(settings, catalogue, residency, new_converter, lenient=options.watch)
-    status.preparing(catalogue, control)
+    status.preparing(catalogue, residency, control)
     converted = await control.convert()
     ending.push_async_callback(triton.stop)
     await triton.start()
@@ -199,7 +199,8 @@ async def _start(
     where, names = triton.addresses, tuple(catalogue.models)
     endpoints = Endpoints(public, front.http, front.http_infer, front.rest, where.grpc, where.metrics, names)
     status.opened(front, endpoints.addresses)
-    reload = Reload(settings, options.reread, control, [live_access(front), live_limits(front, catalogue)])
+    parts = [live_access(front), live_limits(front, catalogue), live_residency(residency)]
+    reload = Reload(settings, options.reread, control, parts)
     hangup.will(reload.run)
     return endpoints, Watchdog(catalogue, control, triton, front.restore_regions), front
 
@@ -267,6 +268,7 @@ def _metrics(
             dict(catalogue.load_s),
             control.restarts,
             {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
+            residency.residences,
         ),
         more=SnoozeMetrics(lambda: front.snooze.counts, residency, lambda: triton.restarts).text,
     )

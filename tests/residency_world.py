@@ -117,6 +117,7 @@ class World:
         self._active: Counter[str] = Counter()
         self._total: Counter[str] = Counter()
         self._routes: dict[str, Place] = {}
+        self._learnt_at = 0.0
         places: Any = SimpleNamespace(repository=folder / "repository", staging=folder / "staging")
         for place in vars(places).values():
             place.mkdir(parents=True)
@@ -166,7 +167,8 @@ class World:
                 await self._run(name)
             else:
                 async with self.residency.using(name, budget_s):
-                    await self.pass_time(0.002)
+                    await self.pass_time(0.1)
+                    assert self._routes[name] is not Place.IDLE, "our own call came back to us"
                     await self._run(name)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
             how = f"{type(error).__name__}: {error}"
@@ -190,12 +192,10 @@ class World:
         await self.pass_time(0.05)
         if self.envoy_is_away:
             raise EnvoyUnavailable("no such luck")
-        places = {model.spec.name: model.place for model in models}
         loop = asyncio.get_running_loop()
-        for name, place in places.items():
-            if self._routes.get(name) is not place:
-                # Routes come in the order in which they were given.
-                loop.call_later(LEARNING_S * self.random.random(), self._routes.__setitem__, name, place)
+        # Routes come in the order in which they were given.
+        self._learnt_at = max(self._learnt_at, loop.time() + LEARNING_S * self.random.random())
+        loop.call_at(self._learnt_at, self._routes.update, {model.spec.name: model.place for model in models})
         await asyncio.sleep(0)
 
     async def _traffic(self) -> dict[str, Traffic]:

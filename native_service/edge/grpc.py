@@ -49,6 +49,9 @@ class Residency(Protocol):
         Raises NereidError when it cannot be within ``budget_s`` seconds.
         """
 
+    def state(self, name: str) -> str:
+        """One of idle, loading, ready, busy."""
+
 
 class Inference:
     """Runs models through Envoy's inner listener, which takes a permit of the model or refuses at once."""

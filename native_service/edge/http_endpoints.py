@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from native_service.envoy.settings import Admitted
+from native_service.envoy.settings import Admitted, Place
 from native_service.telemetry.exposition import Counted, Loads, exposition
 from nereid_backend.errors import EnvoyUnavailable
 
@@ -120,5 +120,10 @@ class HttpEndpoints:
 
     async def _model_ready(self, request: web.Request) -> web.Response:
         model = self._models.get(request.match_info["model"])
-        there = model is not None and not model.away and request.match_info.get("version", "1") == "1"
+        there = (
+            model is not None
+            and not model.away
+            and model.place is not Place.IDLE
+            and request.match_info.get("version", "1") == "1"
+        )
         return web.Response(status=200 if there and await self._is_answering() else 400)

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -19,7 +20,9 @@ from tritonclient.grpc import service_pb2 as pb
 from native_service.edge.grpc import Inference, answer_in_kind, errors_told, parsed, shown, triton_call, unary
 from native_service.edge.half_sent import HalfSent
 from native_service.envoy.scripts import KSERVE, MOST_ELEMENTS, MOST_SIZE, MOST_TEXT_BYTES, REGION
+from native_service.kserve.descriptions import VERSION, configuration, metadata
 from native_service.kserve.shared_memory import SharedMemory, uses_region
+from native_service.models.residence import LOADING
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.telemetry.calls import Call, short_id
 from native_service.telemetry.exposition import own_version
@@ -32,7 +35,6 @@ from nereid_backend.spec import ModelSpec
 Method = Callable[[Any, Any], Awaitable[Any]]
 """What answers a request, given gRPC's context of it or what has its ``time_remaining`` and ``invocation_metadata``."""
 
-VERSION = "1"
 _VERSIONS = ("", VERSION)
 # Switched off in Triton: they change or reveal more than a caller of a model should.
 _OFF = ("TraceSetting", "LogSettings", *(f"CudaSharedMemory{verb}" for verb in ("Status", "Register", "Unregister")))
@@ -70,12 +72,14 @@ class KServeService:
         scripts: ScriptCalls | None = None,
         memory: SharedMemory | None = None,
         name: str = "nereid",
+        repository: Path | None = None,
     ) -> None:
         """``triton`` is a grpc.aio channel to Triton itself, for questions that take no permit.
 
         ``control`` None: callers may not load or unload; ``memory`` None: nor register shared memory. ``name`` is what
-        the server calls itself.
+        the server calls itself. ``repository`` is Triton's, None where no model is ever idle.
         """
+        self._repository = repository
         self.set_models(models)
         self._inference = inference
         self._triton = triton
@@ -161,14 +165,26 @@ class KServeService:
         return pb.ServerMetadataResponse(name=self._name, version=own_version(), extensions=extensions)
 
     async def _model_ready(self, request: Any, _context: Any) -> Any:
-        if request.name not in self._specs or request.version not in _VERSIONS or request.name in self._inference.away:
+        inference = self._inference
+        there = (
+            request.name in self._specs and request.name not in inference.away and request.name not in inference.idle
+        )
+        if not there or request.version not in _VERSIONS:
             return pb.ModelReadyResponse(ready=False)
         return await self._ask("ModelReady", request)
 
     def _asked_of_triton(self, method: str) -> Method:
         async def ask(request: Any, _context: Any) -> Any:
-            self._served(request.name, request.version)
-            return await self._ask(method, request)
+            spec = self._served(request.name, request.version)
+            if spec.name not in self._inference.idle:
+                try:
+                    return await self._ask(method, request)
+                except grpc.aio.AioRpcError:
+                    if spec.name not in self._inference.idle:  # it has not gone meanwhile
+                        raise
+            if method == "ModelConfig" and self._repository is not None:
+                return configuration(self._repository / spec.name)
+            return metadata(spec)
 
         return ask
 
@@ -176,6 +192,9 @@ class KServeService:
         names = [self._served(request.name, request.version).name] if request.name else list(self._specs)
         answer = pb.ModelStatisticsResponse()
         for name in names:
+            if name in self._inference.idle:
+                answer.model_stats.add(name=name, version=VERSION)
+                continue
             found = await self._ask("ModelStatistics", pb.ModelStatisticsRequest(name=name, version=request.version))
             answer.model_stats.extend(found.model_stats)
         return answer
@@ -186,8 +205,16 @@ class KServeService:
         for name in self._specs:
             ready = (await self._model_ready(pb.ModelReadyRequest(name=name), None)).ready
             if ready or not request.ready:
-                answer.models.add(name=name, version=VERSION, state="READY" if ready else "UNAVAILABLE")
+                state, reason = ("READY", "") if ready else self._why_not_ready(name)
+                answer.models.add(name=name, version=VERSION, state=state, reason=reason)
         return answer
+
+    def _why_not_ready(self, name: str) -> tuple[str, str]:
+        """The state of the index, and in a word what it means."""
+        if name not in self._inference.idle or self._inference.residency is None:
+            return "UNAVAILABLE", ""
+        state = self._inference.residency.state(name)
+        return ("LOADING", "") if state == LOADING else ("UNAVAILABLE", state)
 
     def _control_calls(self) -> dict[str, Method]:
         load, unload = _CONTROL

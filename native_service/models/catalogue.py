@@ -23,7 +23,8 @@ from types import MappingProxyType
 
 from native_service.envoy.settings import Admitted, Place
 from native_service.front import Front
-from native_service.kserve.grpc import VERSION, ModelControl
+from native_service.kserve.descriptions import VERSION
+from native_service.kserve.grpc import ModelControl
 from native_service.models.conversion import Converted, Converter, Source
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
@@ -34,6 +35,9 @@ from nereid_backend.spec import ModelSpec
 _LOG = logging.getLogger("nereid.models")
 
 _MEMORY = Path("/proc/meminfo")
+# Envoy's workers learn of new routes and clusters a moment after it says so. A call of ours that came to a cluster too
+# early would come back to us.
+_WORKERS_LEARN_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +212,8 @@ class Catalogue:
             return gone
 
     async def _place(self, name: str, place: Place) -> None:
-        await self._serve(lambda served: {**served, name: replace(served[name], place=place)})
+        pause_s = 0.0 if self._front is None else _WORKERS_LEARN_S
+        await self._serve(lambda served: {**served, name: replace(served[name], place=place)}, pause_s)
 
     def processes_of(self, name: str) -> list[int]:
         """The ids of the processes that serve ``name``, and those behind it."""
@@ -287,11 +292,14 @@ class Catalogue:
         os.utime(self._run.repository / model / VERSION)
         await self._triton.load(model, self.load_timeout_s, behind)
 
-    async def _serve(self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]]) -> None:
+    async def _serve(
+        self, change: Callable[[dict[str, ServedModel]], dict[str, ServedModel]], pause_s: float = 0.0
+    ) -> None:
         """Route to what ``change`` makes of all that is served, and serve it from then on. Raises EnvoyUnavailable."""
         async with self._routing:
             served = change(self._served)
             await self._publish(served)
+            await asyncio.sleep(pause_s)
             self._set(served)
 
     def _set(self, served: dict[str, ServedModel]) -> None:

@@ -244,7 +244,7 @@ class ModelControl:
         await self._residency.load(name)
 
     async def _unload(self, name: str) -> None:
-        if self._residency.is_on_demand(name):
+        if name in self._catalogue.models and self._residency.is_on_demand(name):
             await self._residency.unload(name)
             return
         if name in self._catalogue.models:
@@ -264,8 +264,11 @@ class ModelControl:
         was_there = target.exists()
         if (before is not None or was_there) and not overwrite:
             raise AlreadyExists(f"model {name!r} is there; send overwrite to replace it")
-        if target.is_dir() or target.parent != folder or target.suffixes != file.suffixes:
-            raise AlreadyExists(f"model {name!r} is read from {target.name}, which this file cannot replace")
+        of_another = any(each.source.path == target for other, each in self._tried.items() if other != name)
+        is_alike = target.parent == folder and target.name.endswith(file.name.removeprefix(name))
+        if target.is_dir() or of_another or not is_alike:
+            whose = "another model" if of_another else f"model {name!r}"
+            raise AlreadyExists(f"{whose} is read from {target.name}, which this file cannot replace")
         model = model.model_copy(update={"options": model.options.model_copy(update={"path": target.name})})
         failure = self._records[name].failure
         try:
@@ -397,6 +400,8 @@ class ModelControl:
     async def _admit(self, source: Source) -> None:
         await self._catalogue.admit(source)
         self._tried[source.name] = self._tried[source.name]._replace(source=source)
+        if source.settings.options.pinned:
+            await self._residency.wake(source.name)
 
     async def _catch_up(self, view: Mapping[str, Fingerprint]) -> None:
         """Serve what ``view`` holds. What comes comes first: a renamed model is always there under one of its names."""

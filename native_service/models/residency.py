@@ -26,13 +26,26 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 from native_service.envoy.admin import Traffic
 from native_service.envoy.listeners import QUEUE_FULL
 from native_service.envoy.settings import Place
 from native_service.models.catalogue import Catalogue
 from native_service.models.conversion import Source
+from native_service.models.residence import (
+    BUSY,
+    BY_TIMEOUT,
+    FOR_ROOM,
+    IDLE,
+    LOADING,
+    NO_CALLS,
+    OUT_OF_MEMORY,
+    READY,
+    REASONS,
+    Residence,
+    Residences,
+    Stay,
+)
 from native_service.settings import ModelOptions, ResidencySettings
 from native_service.triton import stubs
 from native_service.triton.errors import is_out_of_memory
@@ -40,65 +53,13 @@ from nereid_backend.errors import ModelLoadError, ModelLoading, NereidError, Not
 
 _LOG = logging.getLogger("nereid.models")
 
-IDLE, LOADING, READY, BUSY = "idle", "loading", "ready", "busy"
-REASONS = BY_TIMEOUT, FOR_ROOM, OUT_OF_MEMORY = "idle", "capacity", "oom"
-"""Why models were unloaded that nobody asked to be."""
-
 _RETRY_AFTER_S = 5
 # Between two looks: often where it matters when a model was called last, else for who asks how models are.
 _LOOK_S, _SELDOM_S, _MEASURE_S = 0.5, 5.0, 10.0
 # How long calls of a model that is unloaded by name are waited for; Triton lets later ones finish.
 _LAST_CALLS_S, _POLL_S = 10.0, 0.02
-# Envoy's workers learn of new routes a moment after it says so.
-_WORKERS_LEARN_S = 0.02
-_NO_CALLS = Traffic()
 # A model that comes back so soon has left for nothing.
 _THRASHING_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """How a model is. Times are in seconds, ``last_used_s`` since the epoch (None: never); ``memory_bytes`` is what its
-    processes held at the last look, a few seconds ago; cold starts are loads that a call or a caller of ours began."""
-
-    state: str
-    pinned: bool
-    last_used_s: float | None
-    memory_bytes: int
-    idle_timeout_s: float | None
-    cold_starts: int
-    cold_start_last_s: float
-    cold_start_total_s: float
-    hidden: bool
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton."""
-
-    running: int = 0
-    waiting: int = 0
-    closed: bool = False
-    pinned: bool | None = None
-    traffic: Traffic = _NO_CALLS
-    loading: asyncio.Task[None] | None = None
-    has_room: bool = False
-    used: float | None = None
-    since: float = field(default_factory=time.monotonic)
-    gone: float | None = None
-    memory_bytes: int = 0
-    cold_starts: int = 0
-    cold_last_s: float = 0.0
-    cold_total_s: float = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        return self.running > 0 or self.traffic.active > 0
-
-    @property
-    def last(self) -> float:
-        """When it was used or came."""
-        return max(self.since, self.used or 0.0)
 
 
 async def _no_traffic() -> Mapping[str, Traffic]:
@@ -112,16 +73,12 @@ class Residency:
         self._catalogue = catalogue
         self.settings = settings
         self._traffic: Callable[[], Awaitable[Mapping[str, Traffic]]] = _no_traffic
-        self._slots: defaultdict[str, _Slot] = defaultdict(_Slot)
+        self._stays: defaultdict[str, Stay] = defaultdict(Stay)
         self._room = asyncio.Lock()
         self._came = asyncio.Event()
         self._measured = 0.0
         self.deallocations: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        """Models unloaded that nobody asked to be, by reason."""
-        self.load_retries = 0
-        """Loads tried again after memory had been made free for them."""
-        self.thrashing = 0
-        """Models that had to go and were loaded again within half a minute."""
+        self.load_retries = self.thrashing = 0
 
     def open(self, traffic: Callable[[], Awaitable[Mapping[str, Traffic]]]) -> None:
         """From now on calls come, of which ``traffic`` tells; it raises EnvoyUnavailable."""
@@ -136,35 +93,42 @@ class Residency:
 
     async def arrived(self, name: str) -> None:
         """``name`` has come, or another version of it."""
-        self._slots[name].since = time.monotonic()
+        self._stays[name].since = time.monotonic()
         self._came.set()
-        await self._measure()
+        if self._is_loaded(name):
+            await self._measure(name)
 
     def states(self) -> dict[str, Residence]:
         """Of everything that is served, hidden models too."""
         now, epoch = time.monotonic(), time.time()
         found = {}
         for name, model in self._catalogue.served.items():
-            slot, options = self._slots[name], model.source.settings.options
+            stay, options = self._stays[name], model.source.settings.options
             found[name] = Residence(
                 self.state(name),
                 self._is_pinned(name),
-                None if slot.used is None else epoch - (now - slot.used),
-                0 if model.place is Place.IDLE else slot.memory_bytes,
+                None if stay.used is None else epoch - (now - stay.used),
+                None if model.place is Place.IDLE else epoch - (now - stay.since),
+                0 if model.place is Place.IDLE else stay.memory_bytes,
                 options.idle_timeout_s,
-                slot.cold_starts,
-                slot.cold_last_s,
-                slot.cold_total_s,
+                stay.cold_starts,
+                stay.cold_last_s,
+                stay.cold_total_s,
                 model.source.hidden,
             )
         return found
 
+    @property
+    def residences(self) -> Residences:
+        """All that is counted."""
+        return Residences(self.states(), dict(self.deallocations), self.load_retries, self.thrashing)
+
     def state(self, name: str) -> str:
         """One of idle, loading, ready, busy."""
-        slot = self._slots[name]
+        stay = self._stays[name]
         if not self._is_loaded(name):
-            return LOADING if slot.loading is not None else IDLE
-        return BUSY if slot.is_busy else READY
+            return LOADING if stay.loading is not None else IDLE
+        return BUSY if stay.is_busy else READY
 
     def is_idle(self, name: str) -> bool:
         """Whether ``name`` is served and not in Triton."""
@@ -186,16 +150,16 @@ class Residency:
 
         Raises what ``wake`` does; ResourceExhausted also when as many calls wait as the model takes at a time.
         """
-        slot = self._slots[name]
+        stay = self._stays[name]
         until = None if budget_s is None else time.monotonic() + budget_s
         while not self._is_open(name):
-            await self._wait(name, slot, None if until is None else until - time.monotonic())
-        slot.running += 1
+            await self._wait(name, stay, None if until is None else until - time.monotonic())
+        stay.running += 1
         try:
             yield
         finally:
-            slot.running -= 1
-            slot.used = time.monotonic()
+            stay.running -= 1
+            stay.used = time.monotonic()
 
     async def wake(self, name: str, budget_s: float | None = None) -> None:
         """Return once ``name`` is in Triton. Many callers share one load, which goes on when they leave.
@@ -203,8 +167,6 @@ class Residency:
         Raises NotFound, ModelLoading when that takes longer than ``budget_s``, ResourceExhausted when there is no room
         and every model is busy, ModelLoadError with the reason.
         """
-        if name not in self._catalogue.served:
-            raise NotFound(f"model {name!r} is not served here")
         if self._is_open(name):
             return
         try:
@@ -215,6 +177,7 @@ class Residency:
 
     async def load(self, name: str) -> None:
         """Load ``name`` if it is idle. Raises NereidError, fit for a caller."""
+        self._check_public(name)
         await self.wake(name)
 
     async def unload(self, name: str) -> None:
@@ -222,28 +185,25 @@ class Residency:
 
         Raises NotFound, and ModelLoadError while a loaded model calls it.
         """
-        if name not in self._catalogue.served:
-            raise NotFound(f"no model {name!r} to unload")
+        self._check_public(name)
         if users := self._loaded_callers(name):
             raise ModelLoadError(f"model {name!r} is called by {', '.join(users)}; unload that first")
         await self._leave(name, insist=True)
 
     async def pin(self, name: str) -> None:
         """Load ``name`` and keep it in Triton. Raises NereidError; then it is as it was."""
-        if name not in self._catalogue.served:
-            raise NotFound(f"model {name!r} is not served here")
-        before, self._slots[name].pinned = self._slots[name].pinned, True
+        self._check_public(name)
+        before, self._stays[name].pinned = self._stays[name].pinned, True
         try:
             await self.wake(name)
         except NereidError:
-            self._slots[name].pinned = before
+            self._stays[name].pinned = before
             raise
 
     async def unpin(self, name: str) -> None:
         """Let ``name`` go as any other; it is not unloaded by this. Raises NotFound."""
-        if name not in self._catalogue.served:
-            raise NotFound(f"model {name!r} is not served here")
-        self._slots[name].pinned = False
+        self._check_public(name)
+        self._stays[name].pinned = False
 
     async def sweep(self) -> None:
         """Unload what nobody has called for its time, until cancelled."""
@@ -261,7 +221,7 @@ class Residency:
 
     async def stop(self) -> None:
         """Cut the loads that are under way."""
-        loads = [slot.loading for slot in self._slots.values() if slot.loading is not None]
+        loads = [stay.loading for stay in self._stays.values() if stay.loading is not None]
         for load in loads:
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
@@ -271,61 +231,69 @@ class Residency:
         timeouts = any(model.source.settings.options.idle_timeout_s for model in self._catalogue.served.values())
         return (timeouts or self._is_bounded) and any(map(self._is_loaded, self._catalogue.served))
 
-    async def _wait(self, name: str, slot: _Slot, budget_s: float | None) -> None:
+    async def _wait(self, name: str, stay: Stay, budget_s: float | None) -> None:
         public = self._catalogue.models.get(name)
-        if public is not None and slot.waiting >= public.capacity:
+        if public is not None and stay.waiting >= public.capacity:
             raise ResourceExhausted(QUEUE_FULL)
-        slot.waiting += 1
+        stay.waiting += 1
         try:
             await self.wake(name, budget_s)
         finally:
-            slot.waiting -= 1
+            stay.waiting -= 1
+
+    def _check_public(self, name: str) -> None:
+        if name not in self._catalogue.models:
+            raise NotFound(f"model {name!r} is not served here")
 
     def _is_loaded(self, name: str) -> bool:
         model = self._catalogue.served.get(name)
         return model is not None and model.place is not Place.IDLE
 
     def _is_open(self, name: str) -> bool:
-        return self._is_loaded(name) and not self._slots[name].closed
+        return self._is_loaded(name) and not self._stays[name].closed
 
     def _is_pinned(self, name: str) -> bool:
-        asked, model = self._slots[name].pinned, self._catalogue.served.get(name)
+        asked, model = self._stays[name].pinned, self._catalogue.served.get(name)
         return asked if asked is not None else model is not None and model.source.settings.options.pinned
 
     def _loaded_callers(self, name: str) -> list[str]:
         """The meta models that need ``name``: those in Triton, or on their way there."""
         callers = self._catalogue.callers(name)
-        return [each for each in callers if self._is_loaded(each) or self._slots[each].loading is not None]
+        return [each for each in callers if self._is_loaded(each) or self._stays[each].loading is not None]
 
     async def _load_once(self, name: str) -> None:
-        slot = self._slots[name]
-        if slot.loading is None:
-            slot.loading = asyncio.create_task(self._load(name))
-            slot.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(slot.loading)
+        stay = self._stays[name]
+        if stay.loading is None:
+            stay.loading = asyncio.create_task(self._load(name))
+            stay.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(stay.loading)
 
     async def _load(self, name: str) -> None:
-        slot, begun = self._slots[name], time.monotonic()
+        stay, begun, has_room = self._stays[name], time.monotonic(), False
         try:
-            for callee in self._catalogue.served[name].source.calls or ():
+            if (model := self._catalogue.served.get(name)) is None:
+                raise NotFound(f"model {name!r} is not served here")
+            for callee in model.source.calls or ():
                 if not self._is_open(callee):
                     await self._load_once(callee)
             async with self._room:
                 if not self._is_loaded(name):
                     await self._make_room(name)
-                    slot.has_room = True
+                stay.holds += 1  # also where it is about to leave
+                has_room = True
             if await self._enter(name):
-                slot.since = time.monotonic()
-                slot.cold_starts += 1
-                slot.cold_last_s = slot.since - begun
-                slot.cold_total_s += slot.cold_last_s
-                self.thrashing += slot.gone is not None and slot.since - slot.gone < _THRASHING_S
-                slot.gone = None
-                _LOG.info("model %r is loaded, after %.2f s", name, slot.cold_last_s)
+                stay.since = time.monotonic()
+                stay.cold_starts += 1
+                stay.cold_last_s = stay.since - begun
+                stay.cold_total_s += stay.cold_last_s
+                self.thrashing += stay.gone is not None and stay.since - stay.gone < _THRASHING_S
+                stay.gone = None
+                _LOG.info("model %r is loaded, after %.2f s", name, stay.cold_last_s)
                 self._came.set()
                 await self._fit(name)
         finally:
-            slot.has_room, slot.loading = False, None
+            stay.holds -= has_room
+            stay.loading = None
 
     async def _enter(self, name: str) -> bool:
         try:
@@ -342,7 +310,7 @@ class Residency:
 
     async def _make_room(self, name: str) -> None:
         """Unload others until the settings allow ``name``. Raises ResourceExhausted when they cannot go now."""
-        needed = self._slots[name].memory_bytes or await asyncio.to_thread(self._catalogue.files_bytes, name)
+        needed = self._stays[name].memory_bytes or await asyncio.to_thread(self._catalogue.files_bytes, name)
         while reason := self._lack(needed, hidden=self._catalogue.served[name].source.hidden):
             if not await self._evict_one(name, FOR_ROOM):
                 raise _all_busy(name, reason)
@@ -358,16 +326,16 @@ class Residency:
 
     async def _fit(self, name: str) -> None:
         """Unload others, or ``name`` itself, when it turns out to hold more than there was room for."""
-        await self._measure()
+        await self._measure(name)
         budget = self.settings.memory_budget_bytes
         if budget is None:
             return
         async with self._room:
             while self._loaded_bytes() > budget and await self._evict_one(name, FOR_ROOM):
-                await self._measure()
+                await self._measure(*filter(self._is_loaded, self._catalogue.served))
             if self._loaded_bytes() <= budget or self._is_pinned(name):
                 return
-            own = self._slots[name].memory_bytes
+            own = self._stays[name].memory_bytes
             if not await self._leave(name, insist=False):
                 return  # it is in use by now
         if own > budget:
@@ -377,7 +345,7 @@ class Residency:
     async def _evict_one(self, name: str, reason: str) -> bool:
         """Unload the model whose last use is longest ago, for ``name``; whether there was one that could go."""
         await self.look()
-        for victim in sorted(self._victims(name), key=lambda each: self._slots[each].last):
+        for victim in sorted(self._victims(name), key=lambda each: self._stays[each].last):
             if self._may_leave(victim) and await self._leave(victim, insist=False):
                 self._count(victim, reason)
                 _LOG.info("model %r is unloaded to make room for %r", victim, name)
@@ -387,9 +355,9 @@ class Residency:
     def _victims(self, name: str) -> Iterator[str]:
         now = time.monotonic()
         for each in self._catalogue.served:
-            slot = self._slots[each]
-            young = now - slot.since < self.settings.min_residency_s
-            if each != name and self._is_open(each) and not (slot.is_busy or young) and self._may_leave(each):
+            stay = self._stays[each]
+            young = now - stay.since < self.settings.min_residency_s
+            if each != name and self._is_open(each) and not (stay.is_busy or young) and self._may_leave(each):
                 yield each
 
     def _may_leave(self, name: str) -> bool:
@@ -399,34 +367,34 @@ class Residency:
 
     def _count(self, name: str, reason: str) -> None:
         self.deallocations[reason] += 1
-        self._slots[name].gone = time.monotonic()
+        self._stays[name].gone = time.monotonic()
 
     def _count_loaded(self) -> int:
         return sum(
-            not model.source.hidden and (model.place is not Place.IDLE or self._slots[name].has_room)
+            not model.source.hidden and (model.place is not Place.IDLE or self._stays[name].holds > 0)
             for name, model in self._catalogue.served.items()
         )
 
     def _loaded_bytes(self) -> int:
         return sum(
-            self._slots[name].memory_bytes
+            self._stays[name].memory_bytes
             for name, model in self._catalogue.served.items()
-            if model.place is not Place.IDLE or self._slots[name].has_room
+            if model.place is not Place.IDLE or self._stays[name].holds > 0
         )
 
     async def _leave(self, name: str, *, insist: bool) -> bool:
         """Unload ``name``; whether it has gone. One that ``insist`` has its calls wait from the start."""
-        slot = self._slots[name]
-        slot.closed = insist
+        stay = self._stays[name]
+        stay.closed = insist
+        stay.holds += 1  # it may have to stay
         deadline = time.monotonic() + _LAST_CALLS_S
 
         async def is_over() -> bool:
-            await asyncio.sleep(_WORKERS_LEARN_S)
             while True:
                 await self.look()
                 # Who comes to call it from here on finds it closed, and waits.
-                if not slot.is_busy and (insist or not self._loaded_callers(name)):
-                    slot.closed = True
+                if not stay.is_busy and (insist or not self._loaded_callers(name)):
+                    stay.closed = True
                     return True
                 if not insist or time.monotonic() > deadline:
                     return insist
@@ -435,22 +403,24 @@ class Residency:
         try:
             return await self._catalogue.leave(name, is_over)
         finally:
-            slot.closed = False
+            stay.holds -= 1
+            stay.closed = False
 
     async def _sweep(self) -> None:
         await self.look()
         now = time.monotonic()
         # Who calls comes before whom it calls.
         for name, model in reversed(tuple(self._catalogue.served.items())):
-            slot, timeout_s = self._slots[name], model.source.settings.options.idle_timeout_s
+            stay, timeout_s = self._stays[name], model.source.settings.options.idle_timeout_s
             over = model.source.hidden and bool(self._catalogue.callers(name))
-            over |= timeout_s is not None and now - slot.last >= timeout_s
-            over &= self._is_open(name) and not slot.is_busy and self._may_leave(name)
+            over |= timeout_s is not None and now - stay.last >= timeout_s
+            over &= self._is_open(name) and not stay.is_busy and self._may_leave(name)
             if over and await self._leave(name, insist=False) and not model.source.hidden:
                 self._count(name, BY_TIMEOUT)
                 _LOG.info("model %r is unloaded: nobody has called it for %g s", name, timeout_s or 0)
         if now - self._measured > _MEASURE_S:
-            await self._measure()
+            self._measured = now
+            await self._measure(*filter(self._is_loaded, self._catalogue.served))
 
     async def look(self) -> None:
         """Learn from Envoy what is called: its own counters are all that shows calls it hands to Triton.
@@ -459,26 +429,24 @@ class Residency:
         """
         traffic, now = await self._traffic(), time.monotonic()
         for name in self._catalogue.served:
-            slot, seen = self._slots[name], traffic.get(name, _NO_CALLS)
-            if seen.active or seen.total != slot.traffic.total:
-                slot.used = now
-            slot.traffic = seen
+            stay, seen = self._stays[name], traffic.get(name, NO_CALLS)
+            if seen.active or seen.total != stay.traffic.total:
+                stay.used = now
+            stay.traffic = seen
         for name in reversed(tuple(self._catalogue.served)):
-            used = self._slots[name].used
+            used = self._stays[name].used
             for callee in self._catalogue.served[name].source.calls or ():
                 if used is not None:
-                    self._slots[callee].used = max(used, self._slots[callee].used or 0.0)
-        for name in self._slots.keys() - self._catalogue.served.keys():
+                    self._stays[callee].used = max(used, self._stays[callee].used or 0.0)
+        for name in self._stays.keys() - self._catalogue.served.keys():
             with suppress(KeyError):
-                if not self._slots[name].running and self._slots[name].loading is None:
-                    del self._slots[name]
+                if not self._stays[name].running and self._stays[name].loading is None:
+                    del self._stays[name]
 
-    async def _measure(self) -> None:
-        self._measured = time.monotonic()
-        loaded = {name: self._catalogue.processes_of(name) for name in self._catalogue.served if self._is_loaded(name)}
-        held = await asyncio.to_thread(_memory_bytes, loaded)
+    async def _measure(self, *names: str) -> None:
+        held = await asyncio.to_thread(_memory_bytes, {name: self._catalogue.processes_of(name) for name in names})
         for name, count in held.items():
-            self._slots[name].memory_bytes = count or self._slots[name].memory_bytes
+            self._stays[name].memory_bytes = count or self._stays[name].memory_bytes
 
 
 def _all_busy(name: str, reason: str) -> ResourceExhausted:

@@ -18,7 +18,7 @@ from native_service.operation import running_servers
 from nereid_backend import progress
 
 _NOT_READY = 3
-_READY = "ready"
+_READY, _IDLE = "ready", "idle"
 _LOG = logging.getLogger("nereid.commands")
 
 _server = click.argument("server", required=False)
@@ -43,13 +43,15 @@ def status(server: str | None, as_json: bool) -> None:
     sys.exit(0 if found["state"] == _READY else _NOT_READY)
 
 
-@click.command(help=_with_server("List the models of a running server. Exit code 0 when all are ready, 3 when not."))
+@click.command(
+    help=_with_server("List the models of a running server. Exit code 0 when all are ready or idle, 3 when not.")
+)
 @_server
 @_as_json
 def models(server: str | None, as_json: bool) -> None:
     found = running_servers.pick(server).ask("/models")
     click.echo(json.dumps(found, indent=2) if as_json else _models_text(found))
-    sys.exit(0 if all(model["state"] == _READY for model in found) else _NOT_READY)
+    sys.exit(0 if all(model["state"] in (_READY, _IDLE) for model in found) else _NOT_READY)
 
 
 @click.command(
@@ -98,18 +100,19 @@ def _status_text(found: dict[str, Any]) -> str:
 
 
 def _models_text(found: Sequence[dict[str, Any]]) -> str:
-    rows = [("NAME", "ENGINE", "DEVICE", "STATE", "CALLS", "BATCH", "RESTARTS", "MEMORY", "LOADED")]
+    rows = [("NAME", "ENGINE", "DEVICE", "STATE", "CALLS", "BATCH", "RESTARTS", "MEMORY", "COLD STARTS", "LOADED")]
     for model in found:
         rows.append(
             (
                 model["name"] + (" (hidden)" if model["hidden"] else ""),
                 model["engine"] or "-",
                 model["device"] or "-",
-                model["state"],
+                model["state"] + (", pinned" if model["pinned"] else ""),
                 "-" if model["queue_capacity"] is None else f"{_or_dash(model['in_use'])}/{model['queue_capacity']}",
                 _batch(model),
                 str(model["restarts"]),
                 _memory(model["memory_bytes"]),
+                f"{model['cold_starts']} ({model['cold_start_last_s']:.1f} s)" if model["cold_starts"] else "-",
                 model["loaded_at"] or "-",
             )
         )

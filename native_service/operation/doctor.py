@@ -18,14 +18,14 @@ from pathlib import Path
 import click
 import numpy as np
 
-from native_service import settings as settings_file
 from native_service.envoy import access as envoy_access
 from native_service.envoy import install as envoy_install
 from native_service.models.conversion import Converter
 from native_service.operation import preflight, running_servers
 from native_service.operation.preflight import OK, PROBLEM, WARNING, Finding
 from native_service.run_directory import leftovers
-from native_service.settings import Address, Limits, Settings
+from native_service.settings import DEFAULT_BIND, Address, Limits, Settings, parse_address
+from native_service.snooze import models_file
 from native_service.triton import embedded as embedded_triton
 from native_service.triton.embedded import TritonInstall
 from nereid_backend.cache import cache_folder
@@ -93,7 +93,7 @@ def _examine_all(config: Path | None, tritonserver: Path | None, envoy: Path | N
     settings = None
     if config is not None:
         try:
-            settings = settings_file.load(config)
+            settings = models_file.load_any(config, models_file.CommandLine())
         except NereidError as error:
             yield from (Finding("settings", PROBLEM, line) for line in str(error).splitlines())
         else:
@@ -161,7 +161,7 @@ def _host(subject: Subject) -> Iterator[Finding]:
 
 def _ports(subject: Subject) -> Iterator[Finding]:
     if subject.settings is None:
-        addresses: dict[str, Address | None] = {"bind_addr": settings_file.parse_address(settings_file.DEFAULT_BIND)}
+        addresses: dict[str, Address | None] = {"bind_addr": parse_address(DEFAULT_BIND)}
     else:
         addresses = dict(subject.settings.server.addresses)
     ours = {server.name: server for server in running_servers.find_all()}

@@ -17,6 +17,7 @@ from native_service.envoy import access as envoy_access
 from native_service.front import Front
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl, Outcome
+from native_service.models.residency import Residency
 from native_service.settings import ServerSettings, Settings
 from nereid_backend.errors import NereidError
 
@@ -105,6 +106,18 @@ def live_limits(front: Front, catalogue: Catalogue) -> Part:
         "load_timeout_s",
     )
     return Part(tuple(f"limits.{name}" for name in names), prepare)
+
+
+def live_residency(residency: Residency) -> Part:
+    """What may be in Triton at a time; what is there already goes only when room is needed."""
+
+    async def prepare(server: ServerSettings) -> Commit:
+        async def commit(_outcome: Outcome) -> None:
+            residency.settings = server.residency
+
+        return commit
+
+    return Part(("residency",), prepare)
 
 
 def live_access(front: Front) -> Part:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from native_service.front import Front
-from native_service.kserve.grpc import VERSION
+from native_service.kserve.descriptions import VERSION
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl
 from native_service.models.records import ModelRecord
+from native_service.models.residence import IDLE, LOADING, READY, Residence
+from native_service.models.residency import Residency
 from native_service.telemetry.recent_failures import RecentFailures
 from native_service.triton import stubs
 from native_service.triton.process import TritonServer
@@ -22,8 +24,8 @@ from nereid_backend.errors import EnvoyUnavailable
 
 Json = dict[str, Any]
 
-STARTING, READY, NOT_READY = "starting", "ready", "not ready"
-LOADING, AWAY, FAILED = "loading", "away", "failed"
+STARTING, NOT_READY = "starting", "not ready"
+AWAY, FAILED = "away", "failed"
 
 _PROC = Path("/proc")
 _PACKAGES = ("numpy", "jax", "torch", "onnxruntime")
@@ -38,12 +40,12 @@ class Status:
         self._failures = failures
         self._began_s = time.time()
         self._began = time.monotonic()
-        self._models: tuple[Catalogue, ModelControl] | None = None
+        self._models: tuple[Catalogue, Residency, ModelControl] | None = None
         self._opened: tuple[Front, Json] | None = None
 
-    def preparing(self, catalogue: Catalogue, control: ModelControl) -> None:
+    def preparing(self, catalogue: Catalogue, residency: Residency, control: ModelControl) -> None:
         """From now on there are models to tell about."""
-        self._models = catalogue, control
+        self._models = catalogue, residency, control
 
     def opened(self, front: Front, addresses: Json) -> None:
         """From now on calls are served; ``addresses`` are those of the state file."""
@@ -77,7 +79,9 @@ class Status:
                 "in_use": sum(model["in_use"] or 0 for model in models),
                 "total": sum(model["queue_capacity"] or 0 for model in models),
             },
-            "models": {state: count for state in (READY, LOADING, AWAY, FAILED) if (count := _count(models, state))},
+            "models": {
+                state: count for state in (READY, IDLE, LOADING, AWAY, FAILED) if (count := _count(models, state))
+            },
             "failures": [{"at": _iso(at_s), "text": text} for at_s, text in self._failures.lines],
         }
 
@@ -85,15 +89,17 @@ class Status:
         """One record per model that is served or should be; hidden are those that only meta models call."""
         if self._models is None:
             return []
-        catalogue, control = self._models
-        in_use, restarts = await self._permits_in_use(), control.restarts
+        catalogue, residency, control = self._models
+        in_use, restarts, residences = await self._permits_in_use(), control.restarts, residency.states()
         rows = []
         for name, record in control.records.items():
             served = catalogue.served.get(name)
             public = catalogue.models.get(name)
-            state, reason = _state_of(record, is_served=served is not None, is_away=public is not None and public.away)
+            residence = residences.get(name)
+            is_away = public is not None and public.away
+            state, reason = _state_of(record, residence, is_away=is_away)
             spec = None if served is None else served.spec
-            pids = [] if served is None else [p for m in served.triton_models for p in self._triton.processes_of(m)]
+            pids = catalogue.processes_of(name)
             rows.append(
                 {
                     "name": name,
@@ -111,7 +117,12 @@ class Status:
                     "processes": pids,
                     "memory_bytes": resident_bytes(stubs.with_descendants(pids)),
                     "version": None if spec is None else VERSION,
-                    "loaded_at": None if record.loaded_s is None else _iso(record.loaded_s),
+                    "pinned": residence is not None and residence.pinned,
+                    "idle_timeout_s": None if residence is None else residence.idle_timeout_s,
+                    "cold_starts": 0 if residence is None else residence.cold_starts,
+                    "cold_start_last_s": 0.0 if residence is None else round(residence.cold_start_last_s, 3),
+                    "cold_start_total_s": 0.0 if residence is None else round(residence.cold_start_total_s, 3),
+                    "loaded_at": _loaded_at(record, residence),
                 }
             )
         return rows
@@ -152,16 +163,29 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def _state_of(record: ModelRecord, *, is_served: bool, is_away: bool) -> tuple[str, str | None]:
-    """The state of a model and what is to be said of it. One that is served stays ready while a new version comes."""
+def _state_of(record: ModelRecord, residence: Residence | None, *, is_away: bool) -> tuple[str, str | None]:
+    """The state of a model and what is to be said of it. One that is served stays ready while a new version comes.
+
+    ``residence`` is None when it is not served.
+    """
+    is_served = residence is not None
     step = None if record.step is None else f"{record.step} a new version" if is_served else record.step
     if is_away:
         return AWAY, "a process of it or of a model it calls has died; it is being started again"
+    if residence is not None and residence.state in (IDLE, LOADING):
+        return residence.state, step
     if is_served:
         return READY, step or (record.failure and f"the version before goes on: {record.failure}")
     if record.step is None and record.failure is not None:
         return FAILED, record.failure
     return LOADING, step or "waiting for its turn"
+
+
+def _loaded_at(record: ModelRecord, residence: Residence | None) -> str | None:
+    """When it was loaded last, by a call or because its process had died; None when it is not."""
+    if residence is None or residence.loaded_s is None:
+        return None
+    return _iso(max(residence.loaded_s, record.loaded_s or 0.0))
 
 
 def _count(models: Iterable[Json], state: str) -> int:

@@ -52,9 +52,11 @@ class SnoozeService:
         with self._inference.counted(surface, context) as call:
             request = read_request(data)
             call.model = request.model
-            deadline = Deadline(context, request.timeout_s)
+            # A name that nobody serves is told before what else is wrong.
+            with self._inference.refused(self._inference.served(request.model)):
+                inputs, typed, deadline = request.inputs(), request.typed, Deadline(context, request.timeout_s)
             async with turns.get(request.model) or nullcontext():
-                answer = await self._inference.infer(call, request.model, request.inputs, deadline, typed=request.typed)
+                answer = await self._inference.infer(call, request.model, inputs, deadline, typed=typed)
             return write_response(request.model, answer.outputs, answer.duration_ms)
 
     async def _stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:

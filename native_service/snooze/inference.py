@@ -98,6 +98,23 @@ class SnoozeInference:
             raise
         self._own += Counts(succeeded=1, seconds=_ms_since(call) / 1000)
 
+    def served(self, model: str) -> ModelSpec:
+        """Raises InvalidArgument for no name, NotFound."""
+        if not model.strip():
+            raise InvalidArgument("model_id is required")
+        if model not in self._specs:
+            raise no_such_model(model)
+        return self._specs[model]
+
+    @contextmanager
+    def refused(self, spec: ModelSpec) -> Iterator[None]:
+        """Counts a call of ``spec`` that is refused inside, before it is one."""
+        try:
+            yield
+        except (NereidError, asyncio.CancelledError) as error:
+            self._inference.refusals.add(spec.name, error)
+            raise
+
     async def infer(
         self, call: Call, model: str, inputs: Mapping[str, Array], deadline: Deadline, *, typed: bool = False
     ) -> Answer:
@@ -108,16 +125,9 @@ class SnoozeInference:
         its rows are independent. Raises NereidError in SnoozeML's words.
         """
         call.model = model
-        if not model.strip():
-            raise InvalidArgument("model_id is required")
-        spec = self._specs.get(model)
-        if spec is None:
-            raise no_such_model(model)
-        try:
+        spec = self.served(model)
+        with self.refused(spec):
             tensors = [(tensor, await _cast_in(spec, tensor, array)) for tensor, array in fitted(spec, inputs)]
-        except NereidError as error:
-            self._inference.refusals.add(model, error)
-            raise
         try:
             outputs = await self._run(spec, tensors, deadline, call.request_id)
         except (NereidError, grpc.aio.AioRpcError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,15 +31,6 @@ _NAME, _PACKED_SHAPE, _SIZE, _DATA_TYPE, _DATA = 10, 18, 16, 24, 34
 _ENTRY_KEY, _ENTRY_VALUE = 10, 18
 
 
-class InferRequest(NamedTuple):
-    """``inputs`` are views of the message. ``typed``: the client sends and reads the model's own types."""
-
-    model: str
-    inputs: dict[str, Array]
-    timeout_s: float | None
-    typed: bool
-
-
 class _Sent(NamedTuple):
     """An input; its bytes are from ``start`` to ``end`` of the message."""
 
@@ -48,6 +39,41 @@ class _Sent(NamedTuple):
     data_type: int
     start: int
     end: int
+
+
+class InferRequest(NamedTuple):
+    """What a message says; whether it may say so is looked at by who asks for it."""
+
+    message: bytes
+    model: str
+    sent: Sequence[_Sent]
+    timeout_ms: int | None
+    parameters: Mapping[str, str]
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long the call may take. Raises InvalidArgument."""
+        if self.timeout_ms is None:
+            return None
+        if not self.timeout_ms:
+            raise InvalidArgument("client_timeout_ms is 0; leave it out or send more")
+        return min(self.timeout_ms, _LONGEST_TIMEOUT_MS) / 1000
+
+    @property
+    def typed(self) -> bool:
+        """Whether the client sends and reads the model's own types. Raises InvalidArgument."""
+        said = self.parameters.get(TYPED, "false")
+        if said not in _BOOLEANS:
+            raise InvalidArgument(f"parameter {TYPED!r} is {short_repr(said)}; expected 'true' or 'false'")
+        return _BOOLEANS[said]
+
+    def inputs(self) -> dict[str, Array]:
+        """Views of the message by name. Raises InvalidArgument."""
+        typed = self.typed
+        found = {tensor.name: _array(self.message, tensor, typed=typed) for tensor in self.sent}
+        if len(found) != len(self.sent):
+            raise InvalidArgument("an input is sent twice; send each once")
+        return found
 
 
 def read_request(message: bytes) -> InferRequest:
@@ -91,24 +117,18 @@ class _Reader:
 
     def request(self) -> InferRequest:
         """Of a field that comes twice the last counts, as in every reader of protobuf."""
-        model, timeout_s, sent, parameters = "", None, list[_Sent](), dict[str, str]()
+        model, timeout_ms, sent, parameters = "", None, list[_Sent](), dict[str, str]()
         for key, start, end in self._fields(0, len(self._message)):
             if key == _MODEL:
                 model = self._read_text(start, end)
             elif key == _INPUT:
                 sent.append(self._input(start, end))
             elif key == _TIMEOUT:
-                timeout_s = _timeout_s(read_varint(self._message, start)[0])
+                timeout_ms = read_varint(self._message, start)[0]
             elif key == _PARAMETER:
                 name, value = self._parameter(start, end)
                 parameters[name] = value
-        typed = _BOOLEANS.get(parameters.get(TYPED, "false"))
-        if typed is None:
-            raise InvalidArgument(f"parameter {TYPED!r} is {short_repr(parameters[TYPED])}; expected 'true' or 'false'")
-        inputs = {tensor.name: self._array(tensor, typed=typed) for tensor in sent}
-        if len(inputs) != len(sent):
-            raise InvalidArgument("an input is sent twice; send each once")
-        return InferRequest(model, inputs, timeout_s, typed)
+        return InferRequest(self._message, model, sent, timeout_ms, parameters)
 
     def _fields(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         for field in fields(self._message, start, end):
@@ -155,21 +175,20 @@ class _Reader:
                 place = first, last
         return _Sent(name, tuple(shape), data_type, *place)
 
-    def _array(self, sent: _Sent, *, typed: bool) -> Array:
-        where = f"input {short_repr(sent.name)}"
-        element = _element(sent.data_type, where, typed=typed)
-        # Negative ones are the largest here.
-        if not sent.shape or not all(0 < size < 2**63 for size in sent.shape):
-            raise InvalidArgument(f"{where} needs one dimension at least and sizes of 1 at least")
-        if len(sent.shape) > _MOST_DIMENSIONS:
-            raise InvalidArgument(f"{where} has {len(sent.shape)}; at most {_MOST_DIMENSIONS} dimensions are taken")
-        count, size_bytes = math.prod(sent.shape), sent.end - sent.start
-        if count * element.size_bytes != size_bytes:
-            expected = (
-                f"{short_repr(list(sent.shape))} of {element.kserve} takes {short_repr(count * element.size_bytes)}"
-            )
-            raise InvalidArgument(f"{where} has {size_bytes} bytes of raw_data; {expected}")
-        return np.frombuffer(self._message, element.numpy, count, sent.start).reshape(sent.shape)
+
+def _array(message: bytes, sent: _Sent, *, typed: bool) -> Array:
+    where = f"input {short_repr(sent.name)}"
+    element = _element(sent.data_type, where, typed=typed)
+    # Negative ones are the largest here.
+    if not sent.shape or not all(0 < size < 2**63 for size in sent.shape):
+        raise InvalidArgument(f"{where} needs one dimension at least and sizes of 1 at least")
+    if len(sent.shape) > _MOST_DIMENSIONS:
+        raise InvalidArgument(f"{where} has {len(sent.shape)}; at most {_MOST_DIMENSIONS} dimensions are taken")
+    count, size_bytes = math.prod(sent.shape), sent.end - sent.start
+    if count * element.size_bytes != size_bytes:
+        expected = f"{short_repr(list(sent.shape))} of {element.kserve} takes {short_repr(count * element.size_bytes)}"
+        raise InvalidArgument(f"{where} has {size_bytes} bytes of raw_data; {expected}")
+    return np.frombuffer(message, element.numpy, count, sent.start).reshape(sent.shape)
 
 
 def _element(data_type: int, where: str, *, typed: bool) -> DType:
@@ -181,9 +200,3 @@ def _element(data_type: int, where: str, *, typed: bool) -> DType:
             f"{where} has the unsupported data type {element.kserve}; send FP32, or the parameter {TYPED!r} with 'true'"
         )
     return element
-
-
-def _timeout_s(sent_ms: int) -> float:
-    if not sent_ms:
-        raise InvalidArgument("client_timeout_ms is 0; leave it out or send more")
-    return min(sent_ms, _LONGEST_TIMEOUT_MS) / 1000

@@ -144,9 +144,11 @@ def find(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def is_one(path: Path) -> bool:
-    """Whether ``path`` is named as such a file; nereid.yaml may have any other name."""
-    return path.suffix == ".toml" or path.name in FILES
+def load_any(path: Path, said: CommandLine) -> Settings:
+    """The settings in ``path``, SnoozeML's file or nereid.yaml, as its name says. Raises SettingsError."""
+    if path.suffix == ".toml" or path.name in FILES:
+        return load(path, path.parent, said)
+    return own.with_addresses(own.load(path), said.bind, said.http, said.rest)
 
 
 def load(path: Path | None, folder: Path, said: CommandLine) -> Settings:
@@ -200,6 +202,7 @@ def _server(read: _File, folder: Path, said: CommandLine) -> dict[str, Any]:
         "ml_backends_path": str(folder),
         "allow_model_control": True,
         "allow_insecure": said.allow_insecure,
+        "name": SERVER_NAME,
         "residency": residency,
         "auth": _auth(read.auth or _Auth(enabled=False), said),
     }

@@ -26,7 +26,6 @@ from native_service.settings import ServerSettings
 from native_service.snooze import uploaded
 from native_service.snooze.errors import in_snooze_words, no_such_model
 from native_service.snooze.inference import Deadline
-from native_service.snooze.models_file import SERVER_NAME
 from native_service.snooze.rest_json import model_info, read_inputs, write_outputs
 from native_service.snooze.upload import Upload, received
 from native_service.telemetry.exposition import own_version
@@ -40,6 +39,7 @@ from nereid_backend.errors import (
     NereidError,
     NotOffered,
     OverLimit,
+    RepositoryError,
     ResourceExhausted,
 )
 
@@ -85,6 +85,7 @@ class RestServer:
         self._server, self._front, self._metrics = server, front, metrics
         self._catalogue, self._control, self._residency = catalogue, control, residency
         self._uploads = 0
+        self._remembering = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
     async def start(self, socket: str) -> None:
@@ -120,7 +121,7 @@ class RestServer:
             await self._runner.cleanup()
 
     async def _service_info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"name": SERVER_NAME, "version": own_version(), "api": "v1"})
+        return web.json_response({"name": self._server.name, "version": own_version(), "api": "v1"})
 
     async def _live(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "live"})
@@ -197,9 +198,15 @@ class RestServer:
         model = base.model_copy(update={"options": options, "device": keys.own_device or base.device})
         try:
             kept = await self._control.adopt(model, upload.file, overwrite=upload.overwrite)
+        except RepositoryError:
+            raise  # the disk's fault
         except (BundleError, EngineMissing, DeviceMissing) as error:
             raise InvalidArgument(f"the file cannot be served: {without_paths(str(error))}") from None
-        await asyncio.to_thread(uploaded.remember, self._server.folder, kept)
+        try:
+            async with self._remembering:
+                await asyncio.to_thread(uploaded.remember, self._server.folder, kept)
+        except RepositoryError as error:
+            _LOG.warning("%s; after a restart it has the default ones", error)
         if keys.pinned:
             await self._residency.pin(name)
 

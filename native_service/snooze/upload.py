@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -71,13 +70,14 @@ async def received(request: web.Request, folder: Path, most_bytes: int) -> Async
 
     Raises InvalidArgument, OverLimit, NotOffered, DeadlineExceeded, RepositoryError.
     """
-    place = await asyncio.to_thread(_make_place, folder)
+    scratch = await asyncio.to_thread(_make_place, folder)
+    place = Path(scratch.name)
     try:
         async with _in_time(_LONGEST_S, "the upload takes too long"):
             parts, filename = await _read_parts(request, place / "part", most_bytes)
         yield _checked(parts, filename, place)
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(scratch.cleanup)
 
 
 def checked_id(model_id: str) -> str:
@@ -90,10 +90,12 @@ def checked_id(model_id: str) -> str:
     return model_id
 
 
-def _make_place(folder: Path) -> Path:
+def _make_place(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    from converters import durable
+
     try:
         (folder / FOLDER).mkdir(mode=0o700, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=folder / FOLDER, prefix="upload-"))
+        return durable.scratch(folder / FOLDER, "upload-")
     except OSError as error:
         raise RepositoryError(f"the folder of models takes no uploads ({error.strerror})") from None
 

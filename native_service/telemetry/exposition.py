@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from native_service.envoy.settings import Admitted
+from native_service.models.residence import BUSY, READY, REASONS, Residences
 from native_service.nereid.script_calls import Counts, with_script_counts
 from native_service.telemetry.calls import SECONDS, Calls
 from native_service.telemetry.failures import UNARY
@@ -53,6 +54,7 @@ class Loads:
     restarts: Mapping[str, int]
     server_restarts: Mapping[str, int] = field(default_factory=dict)
     """Of tritonserver and Envoy, by program."""
+    residences: Residences = field(default_factory=Residences)
 
 
 def exposition(triton: str, models: Mapping[str, Admitted], counted: Counted, loads: Loads) -> str:
@@ -93,6 +95,7 @@ class _Own(Collector):
         for what, seconds in (("conversion", loads.conversion_s), ("load", loads.load_s)):
             known = {name: seconds[name] for name in models if name in seconds}
             yield _gauge(f"nereid_model_{what}_duration_seconds", f"Duration of the last {what} of the model", known)
+        yield from self._stays()
         yield GaugeMetricFamily("nereid_connections", "Open connections to the public address", counted.connections)
         yield CounterMetricFamily(
             "nereid_connections_accepted", "Connections to the public address since the start", counted.connections_ever
@@ -110,6 +113,35 @@ class _Own(Collector):
         build = GaugeMetricFamily("nereid_build_info", "Versions of this server", labels=("version", "python"))
         build.add_metric((own_version(), platform.python_version()), 1)
         yield build
+
+    def _stays(self) -> Iterator[Metric]:
+        """What comes and goes; a model that nobody has told of is always there."""
+        residences = self._loads.residences
+        known = {name: residences.models[name] for name in self._models if name in residences.models}
+        loaded = {name: float(its.state in (READY, BUSY)) for name, its in known.items()}
+        yield _gauge("nereid_model_loaded", "Whether the model is in Triton (0: its next call loads it)", loaded)
+        held = {name: its.memory_bytes for name, its in known.items()}
+        yield _gauge("nereid_model_memory_bytes", "Memory of the processes of the model, shared pages in parts", held)
+        starts = CounterMetricFamily("nereid_model_cold_starts", "Loads that calls waited for", labels=("model",))
+        waited = CounterMetricFamily("nereid_model_cold_start_seconds", "Time of those loads", labels=("model",))
+        for name, its in known.items():
+            starts.add_metric((name,), its.cold_starts)
+            waited.add_metric((name,), its.cold_start_total_s)
+        yield from (starts, waited)
+        last = {name: its.cold_start_last_s for name, its in known.items()}
+        yield _gauge("nereid_model_cold_start_last_seconds", "Duration of the last load that calls waited for", last)
+        gone = CounterMetricFamily(
+            "nereid_model_deallocations", "Models unloaded that nobody asked to be", labels=("reason",)
+        )
+        for reason in REASONS:
+            gone.add_metric((reason,), residences.deallocations.get(reason, 0))
+        yield gone
+        yield CounterMetricFamily(
+            "nereid_model_load_retries", "Loads tried again once memory was free", residences.load_retries
+        )
+        yield CounterMetricFamily(
+            "nereid_model_thrashing", "Models loaded again within 30 s of having to go", residences.thrashing
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         for histogram in self._counted.calls.histograms:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from native_service.envoy.settings import Admitted
+from native_service.models.residence import Residence, Residences
 from native_service.telemetry.calls import SECONDS, Calls
 from native_service.telemetry.exposition import Counted, Loads, exposition
 from native_service.telemetry.failures import SURFACES, UNARY
@@ -46,7 +47,8 @@ def of(model: str, found: Series) -> Series:
 def test_all_series_of_a_model_begin_at_zero_and_end_with_it() -> None:
     calls = Calls()
     calls.set_models(["m", "other"])
-    found = series(admitted("m", "other"), counted(calls, {}), Loads({}, {}, {"m": 0, "other": 0}))
+    idle = Residences({name: Residence("idle", False, None, None, 0, None, 0, 0, 0, False) for name in ("m", "other")})
+    found = series(admitted("m", "other"), counted(calls, {}), Loads({}, {}, {"m": 0, "other": 0}, {}, idle))
     limits = {
         key: value for key, value in of("m", found).items() if key[0] in ("nereid_permits_limit", "nereid_model_up")
     }
@@ -58,13 +60,16 @@ def test_all_series_of_a_model_begin_at_zero_and_end_with_it() -> None:
         ("nereid_connections_accepted_total", ()),
         ("nereid_checkpoint_buffered_bytes", ()),
         ("nereid_checkpoint_buffered_bytes_limit", ()),
+        ("nereid_model_load_retries_total", ()),
+        ("nereid_model_thrashing_total", ()),
+        *(("nereid_model_deallocations_total", (("reason", reason),)) for reason in ("idle", "capacity", "oom")),
         *(key for key in found if key[0] == "nereid_build_info"),
     }
     calls.set_models(["other"])
     left = series(admitted("other"), counted(calls, {("m", 3): 1}, {"m": 1}), Loads({"m": 1}, {"m": 2}, {}))
     assert of("m", left) == {}
     calls.set_models(["other", "m"])
-    again = series(admitted("m", "other"), counted(calls, {}), Loads({}, {}, {"m": 0, "other": 0}))
+    again = series(admitted("m", "other"), counted(calls, {}), Loads({}, {}, {"m": 0, "other": 0}, {}, idle))
     assert again == found
 
 
@@ -83,6 +88,20 @@ def test_what_is_known_of_a_model_is_shown() -> None:
         "model_conversion_duration_seconds": 1.5,
         "model_load_duration_seconds": 2.5,
     }  # fmt: skip
+
+
+def test_how_a_model_comes_and_goes_is_shown() -> None:
+    busy = Residence("busy", True, 1.0, 1.0, 4096, 300.0, 3, 0.25, 1.5, False)
+    residences = Residences({"m": busy, "hidden": busy}, {"oom": 1, "idle": 2}, 3, 4)
+    found = series(admitted("m"), counted(Calls(), {}), Loads({}, {}, {}, {}, residences))
+    shown = {name: value for (name, labels), value in found.items() if labels == (("model", "m"),)}
+    assert {name.removeprefix("nereid_model_"): shown[name] for name in shown if name.startswith("nereid_model_")} == {
+        "up": 1, "loaded": 1, "memory_bytes": 4096, "cold_starts_total": 3, "cold_start_seconds_total": 1.5,
+        "cold_start_last_seconds": 0.25,
+    }  # fmt: skip
+    gone = [found["nereid_model_deallocations_total", (("reason", each),)] for each in ("oom", "idle", "capacity")]
+    assert (gone, found["nereid_model_load_retries_total", ()]) == ([1, 2, 0], 3)
+    assert (found["nereid_model_thrashing_total", ()], of("hidden", found)) == (4, {})
 
 
 @given(times_ms=st.lists(st.one_of(st.floats(0, 30), st.floats(0, 4_000_000)), max_size=50))

@@ -14,11 +14,18 @@ import pytest
 from native_service import settings
 from native_service.models import watch
 from native_service.models.catalogue import Catalogue
-from native_service.models.control import ModelControl, Outcome
+from native_service.models.control import ModelControl, Outcome, _Attempt
 from native_service.models.conversion import Converted, Source
 from native_service.models.residency import Residency
-from native_service.settings import ModelSettings
-from nereid_backend.errors import BundleError, ModelLoadError, NereidError, NotFound, TritonUnavailable
+from native_service.settings import ModelOptions, ModelSettings
+from nereid_backend.errors import (
+    AlreadyExists,
+    BundleError,
+    ModelLoadError,
+    NereidError,
+    NotFound,
+    TritonUnavailable,
+)
 from nereid_backend.spec import ModelSpec
 
 
@@ -280,6 +287,79 @@ def test_the_end_does_not_wait_for_a_change(models: Path, run: Run) -> None:
             await load
 
     run(scenario)
+
+
+def arrived(models: Path, name: str, text: str) -> Path:
+    """A file that has been uploaded: beside the models, under its last name."""
+    place = models.parent / "uploads"
+    place.mkdir(exist_ok=True)
+    (place / name).write_text(text)
+    return place / name
+
+
+def test_a_file_that_is_adopted_takes_its_place_or_changes_nothing(models: Path, run: Run) -> None:
+    (models / "a").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        control = controlled.control
+        await controlled.until({"a": "1"})
+
+        async def adopt(name: str, text: str, *, overwrite: bool = False) -> str:
+            """The class of the error, or what is in the folder then."""
+            its = control.settings_for(name)
+            assert its is not None
+            try:
+                kept = await control.adopt(its, arrived(models, name, text), overwrite=overwrite)
+            except NereidError as error:
+                return type(error).__name__
+            assert kept.options.path == name
+            return (models / name).read_text()
+
+        assert await adopt("a", "2") == AlreadyExists.__name__
+        assert await adopt("new", "wrong") == BundleError.__name__
+        assert await adopt("new", "bad") == ModelLoadError.__name__
+        for broken, kind in (("wrong", BundleError), ("bad", ModelLoadError)):
+            assert await adopt("a", broken, overwrite=True) == kind.__name__
+        assert {path.name: path.read_text() for path in models.iterdir()} == {"a": "1"}
+        await controlled.until({"a": "1"})
+
+        assert await adopt("a", "2", overwrite=True) == "2"
+        assert await adopt("new", "1") == "1"
+        await controlled.until({"a": "2", "new": "1"})
+        # Whoever follows the folder has nothing to do for them.
+        loads = controlled.triton.loads
+        await control.refresh()
+        assert controlled.triton.loads == loads
+
+    run(scenario)
+
+
+def test_what_is_no_single_file_in_the_folder_is_not_replaced_by_one(models: Path, tmp_path: Path, front: Any) -> None:
+    (tmp_path / "elsewhere").write_text("1")
+    (models / "plain").write_text("1")
+    options = ModelOptions(path=str(tmp_path / "elsewhere"))
+    rows = (ModelSettings(name="a", device="cpu", queue_capacity=1, options=options),)
+    its = settings.for_folder(models).model_copy(update={"models": rows})
+
+    async def scenario() -> None:
+        controlled = Controlled(tmp_path, front, its)
+        control = controlled.control
+        control._tried["a"] = _Attempt(Source(tmp_path / "elsewhere", rows[0]), (), {})
+        (models / "folder").mkdir()
+        for name in ("a", "folder"):
+            with pytest.raises(AlreadyExists, match="cannot replace"):
+                await control.adopt(
+                    rows[0].model_copy(update={"name": name}), arrived(models, name, "2"), overwrite=True
+                )
+        assert (tmp_path / "elsewhere").read_text() == "1"
+        control._tried["other"] = _Attempt(Source(models / "plain", rows[0]), (), {})
+        with pytest.raises(AlreadyExists, match="another model is read from plain"):
+            await control.adopt(
+                rows[0].model_copy(update={"name": "plain"}), arrived(models, "plain", "2"), overwrite=True
+            )
+        assert (models / "plain").read_text() == "1"
+
+    asyncio.run(scenario())
 
 
 def listed(models: Path, **capacities: int) -> settings.Settings:

@@ -38,10 +38,11 @@ def test_the_clients_in_the_readme_classify_digits(
         (tmp_path / "bundles").symlink_to(demo_bundles)
         monkeypatch.chdir(tmp_path)
         names: dict[str, Any] = {}
-        stock, own, *_ = blocks("python")
+        stock, own, snoozing, *_ = blocks("python")
         exec(stock, names)
         names["client"].close()
         exec(own, names)
+        exec(snoozing, names)
         (bench,) = re.findall(r"^    nereid (bench digits .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
         shortly = ["--duration", "0.5", "--window", "0.5", "--warm-up", "0"]
         subprocess.run([sys.executable, "-m", "native_service.cli", *bench.split(), *shortly], check=True)
@@ -52,6 +53,7 @@ def test_the_clients_in_the_readme_classify_digits(
     local = np.load(demo_bundles / "digits" / "local_jax.npy")
     np.testing.assert_allclose(names["probabilities"], local[:2], atol=1e-5)
     np.testing.assert_allclose(names["streamed"], local[:2], atol=1e-5)
+    np.testing.assert_allclose(names["snoozed"], local[:2], atol=1e-5)
 
 
 def test_the_pipeline_in_the_readme_is_the_one_of_the_demo() -> None:
@@ -89,7 +91,15 @@ def test_the_settings_in_the_readme_are_accepted(tmp_path: Path) -> None:
     raw = yaml.safe_load(block)
     assert str(loaded.server.bind) == raw["server"]["bind_addr"]
     assert [model.name for model in loaded.models] == ["digits"]
-    *_, protection = blocks("yaml")
+    (on_demand,) = (block for block in blocks("yaml") if "residency:" in block)
+    added = yaml.safe_load(on_demand)
+    (tmp_path / "nereid.yaml").write_text(
+        yaml.safe_dump({"server": {**raw["server"], **added["server"]}, "models": added["models"]})
+    )
+    demanding = settings.load(tmp_path / "nereid.yaml")
+    assert demanding.models[0].options.idle_timeout_s == 300
+    assert demanding.server.residency.max_loaded_models == 4
+    (protection,) = (block for block in blocks("yaml") if "tls:" in block)
     (tmp_path / "nereid.yaml").write_text(
         yaml.safe_dump({**raw, "server": {**raw["server"], **yaml.safe_load(protection)["server"]}})
     )
@@ -110,7 +120,7 @@ def test_the_hooks_in_the_readme_fit_and_run(tmp_path: Path) -> None:
         for block in blocks("python")
         if "import InvalidArgument, register_model" in block or "register_model(" in block
     )
-    _, declared, _ = blocks("yaml")
+    (declared,) = (block for block in blocks("yaml") if "preprocess:" in block)
     (tmp_path / "hooks.py").write_text(code)
     preprocess = user_code.load(tmp_path, "digits", ModelHooks, "register_model").preprocess
     image = NamedArray("image", np.full((2, 64), 16, np.uint8))

@@ -87,6 +87,19 @@ def test_what_a_meta_model_calls_stays_as_long_as_it_may_call(tmp_path: Path) ->
         run(world, scenario)
 
 
+def test_a_place_for_two_is_enough_for_a_meta_model_and_what_it_calls(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await many_calls(world)
+        assert world.ended["fine"] > 10
+        assert all(" all active models are busy" in each for each in world.ended if each != "fine"), world.ended
+
+    for seed in SEEDS:
+        bound = ResidencySettings(max_loaded_models=2, min_residency_s=0)
+        world = made(tmp_path, bound, seed=seed, hidden=KEPT, a=LAZY, b=KEPT, meta=KEPT, c=LAZY)
+        world.callees["meta"] = ("hidden", "a")
+        run(world, scenario)
+
+
 def test_callers_of_an_idle_model_wait_for_one_load(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         world.triton.load_s = 3
@@ -140,7 +153,7 @@ def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again_by_the_next(t
         world.triton.broken.clear()
         await world.residency.wake("a")
         assert state(world) == "ready"
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFound, match="model 'nobody' is not served here"):
             await world.residency.wake("nobody")
 
     run(made(tmp_path, a=LAZY), scenario)

@@ -22,6 +22,7 @@ MODEL = {
     "name": "adder", "state": "ready", "reason": None, "engine": "onnx", "platform": "onnxruntime_onnx",
     "device": "cpu", "hidden": False, "queue_capacity": 4, "in_use": 1, "max_batch_size": 8, "batch_sizes": [1, 8],
     "restarts": 2, "processes": [7], "memory_bytes": 3 << 20, "version": "1", "loaded_at": "2026-11-30T12:00:00Z",
+    "pinned": False, "cold_starts": 0, "cold_start_last_s": 0.0,
 }  # fmt: skip
 FAILED = {
     **MODEL, "name": "later", "state": "failed", "reason": "later.onnx: is empty", "engine": None, "device": None,
@@ -133,10 +134,21 @@ def test_models_are_a_table_and_one_that_failed_is_told_with_its_reason(
     assert shown.exit_code == 3
     head, adder, later, reason = shown.stdout.splitlines()
     assert head.split()[:5] == ["NAME", "ENGINE", "DEVICE", "STATE", "CALLS"]
-    assert adder.split() == ["adder", "onnx", "cpu", "ready", "1/4", "1,8", "2", "3", "MiB", "2026-11-30T12:00:00Z"]
+    assert " ".join(adder.split()) == "adder onnx cpu ready 1/4 1,8 2 3 MiB - 2026-11-30T12:00:00Z"
     assert later.split()[:4] == ["later", "-", "-", "failed"]
     assert reason == "later: later.onnx: is empty"
     assert json.loads(nereid("models", "--json").stdout) == [MODEL, FAILED]
+
+
+def test_an_idle_model_is_well_and_a_pinned_one_is_told(servers: FakeServers, nereid: Callable[..., Result]) -> None:
+    servers.add()
+    pinned = {**MODEL, "pinned": True, "cold_starts": 3, "cold_start_last_s": 1.26}
+    servers.models = [{**MODEL, "state": "idle", "memory_bytes": 0, "loaded_at": None}, pinned]
+    shown = nereid("models")
+    assert shown.exit_code == 0
+    _, idle, kept = shown.stdout.splitlines()
+    assert " ".join(idle.split()) == "adder onnx cpu idle 1/4 1,8 2 - - -"
+    assert " ".join(kept.split()) == "adder onnx cpu ready, pinned 1/4 1,8 2 3 MiB 3 (1.3 s) 2026-11-30T12:00:00Z"
 
 
 def test_one_of_several_servers_goes_by_its_address_or_its_settings_file(

@@ -227,8 +227,8 @@ def test_envoy_turns_only_what_our_service_would_read_the_same_way(fronting: Fro
                 if (await way.ask(data))[0]:
                     turned += 1
                     read, (request,) = read_request(data), seen
-                    ((name, array),) = read.inputs.items()
-                    assert (read.timeout_s, read.typed) == (None, False)
+                    ((name, array),) = read.inputs().items()
+                    assert (read.timeout_s, read.parameters) == (None, {})
                     assert (request.model_name, request.inputs[0].name) == (read.model, name)
                     assert tuple(request.inputs[0].shape) == array.shape
                     assert request.raw_input_contents[0] == array.tobytes()
@@ -242,13 +242,14 @@ def test_a_made_up_message_is_read_as_protobuf_reads_it(chance: random.Random) -
     data = mutated(infer_request(client_timeout_ms=250, parameters={"typed": "true"}).SerializeToString(), chance)
     try:
         read = read_request(data)
+        inputs, typed = read.inputs(), read.typed
     except InvalidArgument:
         return
     message = pb.ModelInferRequest.FromString(data)
     assert read.model == message.model_id
-    assert read.typed is (message.parameters.get("typed") == "true")
-    assert list(read.inputs) == [tensor.name for tensor in message.inputs]
-    for array, tensor in zip(read.inputs.values(), message.inputs, strict=True):
+    assert (typed, read.timeout_ms or 0) == (message.parameters.get("typed") == "true", message.client_timeout_ms)
+    assert list(inputs) == [tensor.name for tensor in message.inputs]
+    for array, tensor in zip(inputs.values(), message.inputs, strict=True):
         assert (list(array.shape), array.tobytes()) == (list(tensor.shape), tensor.raw_data)
 
 
@@ -265,7 +266,7 @@ def test_a_made_up_message_is_read_as_protobuf_reads_it(chance: random.Random) -
 )
 def test_a_request_of_many_small_parts_is_refused_before_it_costs_anything(request_: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
-        read_request(request_.SerializeToString())
+        read_request(request_.SerializeToString()).inputs()
 
 
 INTEGERS = ["u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64"]

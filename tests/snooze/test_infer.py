@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ pytestmark = pytest.mark.triton
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 WIDE = 10 * 2**20
 SERVICE = "/snoozeml.v1.InferenceService/"
-# Sleeps for the first number of a row.
+# Tells that it runs, and sleeps for the first number of a row.
 SLEEP = """
 import time
 from nereid_backend.hooks import register_model
 
 def preprocess(inputs):
+    with open({file!r}, "a") as file:
+        file.write(".")
     time.sleep(float(inputs[0].array[0, 0]))
     return inputs
 
@@ -46,7 +49,7 @@ def make(models: Path) -> None:
     write_adder(models / "ints.onnx", dtype=TensorProto.INT64)
     write_adder(models / "wide.onnx", width=WIDE)
     write_adder(models / "m.onnx", width=2)
-    write_bundle(models / "sleeper", SLEEP)
+    write_bundle(models / "sleeper", SLEEP.format(file=str(models.parent / "runs")))
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +191,21 @@ def test_a_request_that_breaks_a_rule_is_an_invalid_argument(stub: Stub, message
     assert code_of(lambda: stub.infer(message, metadata=KEY)) == "INVALID_ARGUMENT"
 
 
+def test_of_several_things_that_are_wrong_the_first_is_told(stub: Stub, snooze: Snoozing) -> None:
+    def ask(key: str | None, message: Any, method: str = "Infer") -> str:
+        metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+        call = stub.channel.unary_unary(SERVICE + method)
+        return code_of(lambda: call(message.SerializeToString(), metadata=metadata))
+
+    bad = request("absent", shape=(0,))
+    assert [ask(None, bad), ask(RO, bad), ask(INF, bad), ask(INF, request(shape=(0,)))] == [
+        *("UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "INVALID_ARGUMENT")
+    ]
+    assert [ask(key, bad, "Other") for key in (None, INF, ADM)] == [
+        *("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")
+    ]
+
+
 def test_who_calls_is_known_and_may_call(sdk: Any) -> None:  # 10, 11
     for options in ({"api_key": None}, {"api_key": "nobody-s"}, {"api_key": None, "token": "a.b.c"}):
         with pytest.raises(snoozeml.AuthenticationError):
@@ -251,18 +269,26 @@ def test_a_full_queue_asks_its_callers_to_come_back_in_five_seconds(
         }
 
 
-def test_a_call_that_is_refused_succeeds_when_it_is_tried_again(snooze: Snoozing) -> None:  # 17
-    first, second = snooze.client(INF), snooze.client(INF)
-
-    def ask_until(is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            second.infer("sleeper", sleep(0))
-
+@contextmanager
+def sleeping(snooze: Snoozing, seconds: float) -> Iterator[Future[Any]]:
+    """A call of the sleeper that runs."""
+    runs = snooze.models.parent / "runs"
+    runs.touch()
+    before = runs.stat().st_size
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(first.infer, "sleeper", sleep(2), retries=3)
+        running = pool.submit(snooze.client(INF).infer, "sleeper", sleep(seconds), timeout=60)
+        while runs.stat().st_size == before:
+            assert not running.done()
+            time.sleep(0.01)
+        yield running
+
+
+def test_a_call_that_is_refused_succeeds_when_it_is_tried_again(snooze: Snoozing) -> None:  # 17
+    client = snooze.client(INF)
+    with sleeping(snooze, 3) as running:
         with pytest.raises(snoozeml.ResourceExhaustedError):
-            ask_until(running.done)
-        np.testing.assert_array_equal(second.infer("sleeper", sleep(0), retries=3).get_numpy("y"), np.zeros((1, 4)))
+            client.infer("sleeper", sleep(0))
+        np.testing.assert_array_equal(client.infer("sleeper", sleep(0), retries=3).get_numpy("y"), np.zeros((1, 4)))
         assert running.result().model_id == "sleeper"
     snooze.close_clients()
 
@@ -356,11 +382,7 @@ def test_the_frames_of_a_stream_are_not_refused_for_each_other(stub: Stub) -> No
 
 def test_calls_that_meet_a_dead_triton_say_so_and_later_ones_are_answered(snooze: Snoozing) -> None:  # 33
     client = snooze.client(INF)
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(snooze.client(INF).infer, "sleeper", sleep(30), timeout=60)
-        while not refuses(client):
-            if running.done():  # the sleeper was taken by the question
-                running = pool.submit(snooze.client(INF).infer, "sleeper", sleep(30), timeout=60)
+    with sleeping(snooze, 30) as running:
         os.kill(triton_of(snooze), signal.SIGKILL)
         with pytest.raises(snoozeml.SnoozeConnectionError):
             running.result()
@@ -374,15 +396,6 @@ def test_calls_that_meet_a_dead_triton_say_so_and_later_ones_are_answered(snooze
             time.sleep(0.1)
     np.testing.assert_array_equal(answer.get_numpy("output"), ROWS + 1)
     snooze.close_clients()
-
-
-def refuses(client: Any) -> bool:
-    """Whether the sleeper takes no more calls."""
-    try:
-        client.infer("sleeper", sleep(0))
-    except snoozeml.ResourceExhaustedError:
-        return True
-    return False
 
 
 def triton_of(snooze: Snoozing) -> int:

@@ -207,6 +207,11 @@ def test_bytes_that_are_no_multipart_are_refused(send: Sending) -> None:
     assert send(whole, headers={"Content-Type": "multipart/form-data"}) is not None
 
 
+def test_what_a_killed_server_left_of_an_upload_goes_with_the_next(send: Sending, taken: Taken) -> None:
+    (taken.folder / FOLDER / "upload-999999999-x").mkdir(parents=True)
+    assert send(form()) is None
+
+
 def test_who_stops_sending_is_given_up(send: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "_SILENCE_S", 0.1)
 
