@@ -72,6 +72,23 @@ def test_the_command_line_keeps_everything_on_loopback(server: TritonServer) -> 
     assert "--backend-config=python,shm-region-prefix-name=nereid-test-1-" in arguments
 
 
+@pytest.mark.parametrize("own", [None, "glibc.malloc.tcache_count=0"])
+def test_weights_lie_in_huge_pages_unless_the_operator_tunes_malloc_himself(
+    tritonserver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+
+    async def scenario() -> list[str]:
+        install = await embedded_triton.find(tritonserver)
+        async with TritonServer(install, tmp_path, shared_memory_prefix="nereid-test-1-") as server:
+            await server.start()
+            return (Path("/proc") / str(server.pid) / "environ").read_text().split("\0")
+
+    assert f"GLIBC_TUNABLES={own or 'glibc.malloc.hugetlb=1'}" in asyncio.run(scenario())
+
+
 def test_a_model_that_fails_is_one_short_line_and_the_server_lives(server: TritonServer) -> None:
     async def scenario() -> None:
         async with server:
