@@ -14,6 +14,7 @@ from functools import partial
 
 from native_service.edge.infer_messages import Tensor, write_request
 from native_service.edge.regions import SHARED_FROM_BYTES, Region, Regions
+from native_service.edge.wire import LENGTH, varint
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
 from nereid_backend.dtypes import BYTES
@@ -21,6 +22,8 @@ from nereid_backend.errors import InvalidArgument, NotFound, OverLimit, Resource
 from nereid_backend.spec import VARIABLE, ModelSpec, TensorSpec
 
 CHUNK_BYTES = 65_536
+_DATA_KEY = varint(inference_pb2.TensorChunk.DATA_FIELD_NUMBER << 3 | LENGTH)
+_OUTPUT_CHUNK_KEY = varint(inference_pb2.CheckpointResponse.OUTPUT_CHUNK_FIELD_NUMBER << 3 | LENGTH)
 
 
 class Budget:
@@ -207,10 +210,11 @@ class CheckpointReader:
         if upload is not None and upload.ended:
             raise InvalidArgument(f"{_input(model, spec)}: a chunk came after end_of_tensor=true")
         sent = tuple(chunk.shape)
-        shape = batched_shape(model, spec, sent)
         if upload is None:
+            shape = batched_shape(model, spec, sent)
             upload = self._uploads[spec.name] = self._begin_tensor(model, spec, sent, shape)
         elif sent != upload.sent:
+            batched_shape(model, spec, sent)  # what breaks the contract is told first
             raise InvalidArgument(
                 f"{_input(model, spec)}: the shape changed within the request:"
                 f" first {list(upload.sent)}, now {list(sent)}"
@@ -323,14 +327,21 @@ def _check_numbers(model: ModelSpec) -> None:
         raise InvalidArgument(f"model {model.name!r} has tensors of texts (BYTES); call ModelInfer (KServe v2)")
 
 
-def output_chunks(tensor: Tensor) -> Iterator[inference_pb2.TensorChunk]:
-    """``tensor`` in chunks of 64 KiB, each with the full shape; a tensor of no bytes is one empty chunk."""
+def output_messages(tensor: Tensor) -> Iterator[bytes]:
+    """``tensor`` as serialised CheckpointResponses of 64 KiB, all with the full shape; one for a tensor of no bytes.
+
+    Its bytes are copied into the message and nowhere else: protobuf's objects would hold them three more times.
+    """
     count = max(1, -(-tensor.size_bytes // CHUNK_BYTES))
+    head = inference_pb2.TensorChunk(tensor_name=tensor.name, shape=tensor.shape).SerializeToString()
     for index in range(count):
-        yield inference_pb2.TensorChunk(
-            tensor_name=tensor.name,
-            shape=tensor.shape,
-            data=tensor.part(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES),
-            chunk_index=index,
-            end_of_tensor=index == count - 1,
-        )
+        data = tensor.part(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
+        tail = inference_pb2.TensorChunk(chunk_index=index, end_of_tensor=index == count - 1).SerializeToString()
+        start = head + _DATA_KEY + varint(len(data)) if data else head
+        size = len(start) + len(data) + len(tail)
+        yield b"".join((_OUTPUT_CHUNK_KEY, varint(size), start, data, tail))
+
+
+def serialised(message: inference_pb2.CheckpointResponse | bytes) -> bytes:
+    """The bytes of a message, or those it is already."""
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -14,7 +14,7 @@ from native_service.edge.health import Health, Status
 from native_service.edge.infer_messages import Tensor, read_outputs
 from native_service.edge.regions import SHARED_FROM_BYTES, Region, Regions
 from native_service.envoy.scripts import KSERVE, SNOOZE
-from native_service.nereid.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_chunks
+from native_service.nereid.checkpoint import Budget, CheckpointReader, largest_output_bytes, output_messages, serialised
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.proto import inference_pb2
 from native_service.settings import Limits
@@ -67,9 +67,7 @@ class NereidService:
                     calls, "HealthCheck", self.health_check, pb.HealthCheckRequest, pb.HealthCheckResponse
                 ),
                 "ViewModels": unary(calls, "ViewModels", self.view_models, pb.ViewModelsRequest, pb.ViewModelsResponse),
-                "Checkpoint": grpc.stream_stream_rpc_method_handler(
-                    self.checkpoint, response_serializer=pb.CheckpointResponse.SerializeToString
-                ),
+                "Checkpoint": grpc.stream_stream_rpc_method_handler(self.checkpoint, response_serializer=serialised),
             },
         )
 
@@ -181,8 +179,8 @@ class NereidService:
         text = f"inference completed for model '{spec.name}'"
         await context.write(inference_pb2.CheckpointResponse(chunk=text))
         for tensor in spec.client_outputs:
-            for chunk in output_chunks(outputs[tensor.name]):
-                await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
+            for message in output_messages(outputs[tensor.name]):
+                await context.write(message)
         await context.write(inference_pb2.CheckpointResponse(done=True, exit_code=0))
         return sum(outputs[tensor.name].size_bytes for tensor in spec.client_outputs)
 

@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2
 from native_service.edge.grpc import Inference
 from native_service.edge.infer_messages import Tensor
 from native_service.envoy.scripts import PROCESS_DIED
-from native_service.nereid.checkpoint import Budget, output_chunks
+from native_service.nereid.checkpoint import Budget, output_messages
 from native_service.proto import inference_pb2
 from native_service.telemetry.calls import sent_id
 from native_service.telemetry.metrics import BACKEND, CANCELED, OTHER
@@ -239,8 +239,8 @@ async def _write_tensors(response: Any, context: Any) -> None:
             raise OutputRefused(
                 f"the output is {tensor.datatype} and Checkpoint carries FP32 only; call ModelInfer (KServe v2)"
             )
-        for chunk in output_chunks(Tensor(tensor.name, tensor.shape, data)):
-            await context.write(inference_pb2.CheckpointResponse(output_chunk=chunk))
+        for message in output_messages(Tensor(tensor.name, tensor.shape, data)):
+            await context.write(message)
 
 
 class _Lines:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from native_service.edge.infer_messages import Tensor
-from native_service.nereid.checkpoint import CHUNK_BYTES, Budget, CheckpointReader, batched_shape
-from native_service.nereid.checkpoint import output_chunks as cut
+from native_service.nereid.checkpoint import CHUNK_BYTES, Budget, CheckpointReader, batched_shape, output_messages
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
 from nereid_backend.errors import InvalidArgument, NereidError, NotFound, OverLimit, ResourceExhausted
@@ -247,8 +246,12 @@ def test_any_cutting_gives_the_same_tensor(shape: tuple[int, ...], cuts: list[in
 
 @given(size=st.one_of(st.integers(0, 5), st.integers(0, 3).map(lambda n: n * CHUNK_BYTES), st.integers(0, 300_000)))
 def test_output_chunks_join_to_the_tensor(size: int) -> None:
-    data = bytes(size)
-    chunks = list(cut(Tensor("output", (size,), memoryview(data))))
+    data = bytes(range(256)) * (size // 256 + 1)
+    data = data[:size]
+    messages = list(output_messages(Tensor("output", (size,), memoryview(data))))
+    responses = [pb.CheckpointResponse.FromString(message) for message in messages]
+    assert [r.SerializeToString() for r in responses] == messages  # as protobuf itself would write them
+    chunks = [r.output_chunk for r in responses]
     assert b"".join(c.data for c in chunks) == data
     assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
     assert [c.end_of_tensor for c in chunks] == [False] * (len(chunks) - 1) + [True]
