@@ -142,9 +142,10 @@ class EnvoyServer:
         self._admin = EnvoyAdmin(f"{self._short_folder}/{ADMIN_SOCKET}")
         await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
-            bind, http = _with_port(self._bind), self._http and _with_port(self._http)
-            http_infer = self._http_infer and _with_port(self._http_infer)
-            rest = self._rest and _with_port(self._rest)
+            with contextlib.ExitStack() as probes:  # all open until the last: two looks may find the same port
+                bind, http = _with_port(self._bind, probes), self._http and _with_port(self._http, probes)
+                http_infer = self._http_infer and _with_port(self._http_infer, probes)
+                rest = self._rest and _with_port(self._rest, probes)
             limits = (self._max_message_bytes, self._max_buffered_bytes)
             settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer, rest)
             await self._validate(settings, models)
@@ -459,11 +460,11 @@ def _put(path: Path, content: Json) -> None:
         raise EnvoyUnavailable(f"{path.name} for Envoy cannot be written ({error.strerror}); check the disk") from None
 
 
-def _with_port(address: Address) -> Address:
-    """``address``, with a port that is free now in the place of port 0."""
+def _with_port(address: Address, probes: contextlib.ExitStack) -> Address:
+    """``address``, with a port that is free now in the place of port 0; it is taken until ``probes`` are closed."""
     if address.port:
         return address
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address.host, 0))
-        return address._replace(port=probe.getsockname()[1])
+    probe = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    probe.bind((address.host, 0))
+    return address._replace(port=probe.getsockname()[1])

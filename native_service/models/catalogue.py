@@ -222,7 +222,8 @@ class Catalogue:
 
     def files_bytes(self, name: str) -> int:
         """How much ``name`` takes on the disk."""
-        folders = [self._run.repository / each for each in self._served[name].triton_models]
+        model = self._served.get(name)
+        folders = [self._run.repository / each for each in (model.triton_models if model else ())]
         return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
     async def admit(self, source: Source) -> None:

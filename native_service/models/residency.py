@@ -310,8 +310,10 @@ class Residency:
 
     async def _make_room(self, name: str) -> None:
         """Unload others until the settings allow ``name``. Raises ResourceExhausted when they cannot go now."""
+        model = self._catalogue.served.get(name)
+        hidden = model is None or model.source.hidden
         needed = self._stays[name].memory_bytes or await asyncio.to_thread(self._catalogue.files_bytes, name)
-        while reason := self._lack(needed, hidden=self._catalogue.served[name].source.hidden):
+        while reason := self._lack(needed, hidden=hidden):
             if not await self._evict_one(name, FOR_ROOM):
                 raise _all_busy(name, reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +14,13 @@ from native_service.edge.grpc import answer_in_kind, errors_told
 from native_service.edge.half_sent import HalfSent
 from native_service.envoy.scripts import SNOOZE
 from native_service.nereid.checkpoint import Budget
+from native_service.snooze.errors import in_snooze_words
 from native_service.snooze.inference import Deadline, SnoozeInference
 from native_service.snooze.messages import read_request, write_response
 from native_service.telemetry.failures import ASSISTED, STREAM
 from nereid_backend.errors import ResourceExhausted
+
+Work = Callable[[bytes], Awaitable[bytes]]
 
 # Of one stream, running or not written yet: beyond these it is not read, and its client has to wait.
 _MOST_FRAMES, _MOST_BYTES = 16, 64 * 1024 * 1024
@@ -27,7 +30,7 @@ class SnoozeService:
     """The two calls."""
 
     def __init__(self, inference: SnoozeInference, half_sent: HalfSent, budget: Budget) -> None:
-        """``half_sent`` bounds streams that are still coming in, ``budget`` what frames in progress hold."""
+        """``half_sent`` bounds streams that are still coming in, ``budget`` what calls in progress hold."""
         self._inference, self._half_sent, self._budget = inference, half_sent, budget
 
     @property
@@ -44,7 +47,11 @@ class SnoozeService:
     async def _infer(self, data: bytes, context: Any) -> bytes:
         async with errors_told(context):
             await answer_in_kind(context)
-            return await self._answer(ASSISTED, data, context, {})
+            _take(self._budget, len(data))
+            try:
+                return await self._answer(ASSISTED, data, context, {})
+            finally:
+                self._budget.give_back(len(data))
         raise AssertionError("errors_told ends the call")
 
     async def _answer(self, surface: str, data: bytes, context: Any, turns: Mapping[str, asyncio.Semaphore]) -> bytes:
@@ -80,10 +87,19 @@ class SnoozeService:
         turns = {model: asyncio.Semaphore(max(1, count // 2)) for model, count in self._inference.capacities.items()}
         try:
             async for data in self._half_sent.messages(requests, lambda: frames.held_bytes):
-                frames.add(len(data), self._answer(STREAM, data, context, turns))
+                frames.add(data, lambda sent: self._answer(STREAM, sent, context, turns))
                 await frames.has_room()
         finally:
             frames.end()
+
+
+class _Frame:
+    """A request in progress; ``size_bytes`` are its own, or its answer's once there is one."""
+
+    task: asyncio.Task[bytes]
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
 
 
 class _Frames:
@@ -91,21 +107,29 @@ class _Frames:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._frames: deque[tuple[int, asyncio.Task[bytes]]] = deque()
+        self._frames: deque[_Frame] = deque()
         self._changed = asyncio.Event()
         self._has_ended = False
-        self.held_bytes = 0
 
-    def add(self, size: int, work: Coroutine[Any, Any, bytes]) -> None:
-        """Start ``work`` on a request of ``size`` bytes. Raises ResourceExhausted."""
-        try:
-            self._budget.take(size)
-        except ResourceExhausted:
-            work.close()
-            raise
-        self.held_bytes += size
-        self._frames.append((size, asyncio.create_task(work)))
+    @property
+    def held_bytes(self) -> int:
+        return sum(frame.size_bytes for frame in self._frames)
+
+    def add(self, data: bytes, work: Work) -> None:
+        """Start ``work`` on the request ``data``. Raises ResourceExhausted."""
+        _take(self._budget, len(data))
+        frame = _Frame(len(data))
+        frame.task = asyncio.create_task(self._run(frame, data, work))
+        self._frames.append(frame)
         self._changed.set()
+
+    async def _run(self, frame: _Frame, data: bytes, work: Work) -> bytes:
+        answer = await work(data)
+        # What a client is slow to read is held for it.
+        self._give_back(frame)
+        _take(self._budget, len(answer))
+        frame.size_bytes = len(answer)
+        return answer
 
     def end(self) -> None:
         """No more will come."""
@@ -123,25 +147,33 @@ class _Frames:
             if self._has_ended:
                 return None
             await self._change()
-        return await self._frames[0][1]
+        return await self._frames[0].task
 
     def written(self) -> None:
         """The answer to the oldest has been written."""
-        size, _ = self._frames.popleft()
-        self._give_back(size)
+        self._give_back(self._frames.popleft())
         self._changed.set()
 
     async def drop(self) -> None:
         """End all of them."""
-        for _, task in self._frames:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in self._frames), return_exceptions=True)
-        self._give_back(self.held_bytes)
+        for frame in self._frames:
+            frame.task.cancel()
+        await asyncio.gather(*(frame.task for frame in self._frames), return_exceptions=True)
+        for frame in self._frames:
+            self._give_back(frame)
 
-    def _give_back(self, size: int) -> None:
-        self._budget.give_back(size)
-        self.held_bytes -= size
+    def _give_back(self, frame: _Frame) -> None:
+        self._budget.give_back(frame.size_bytes)
+        frame.size_bytes = 0
 
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+
+
+def _take(budget: Budget, count: int) -> None:
+    """Raises ResourceExhausted in SnoozeML's words."""
+    try:
+        budget.take(count)
+    except ResourceExhausted as error:
+        raise in_snooze_words(error, "") from None

@@ -13,7 +13,14 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from nereid_backend.errors import DeadlineExceeded, ModelUnavailable, ResourceExhausted
+from nereid_backend.errors import (
+    DeadlineExceeded,
+    EnvoyUnavailable,
+    ModelLoadError,
+    ModelUnavailable,
+    ResourceExhausted,
+    TritonUnavailable,
+)
 
 REASONS = REJECTED, CANCELED, BACKEND, OTHER = "REJECTED", "CANCELED", "BACKEND", "OTHER"
 
@@ -70,7 +77,7 @@ class Refusals:
         """Count the call that ``error`` ended."""
         if isinstance(error, (asyncio.CancelledError, DeadlineExceeded)):
             reason = CANCELED  # the client is gone or about to go
-        elif isinstance(error, ModelUnavailable):
+        elif isinstance(error, (ModelUnavailable, ModelLoadError, TritonUnavailable, EnvoyUnavailable)):
             reason = BACKEND
         else:
             reason = REJECTED if isinstance(error, ResourceExhausted) else OTHER

@@ -18,6 +18,7 @@ from snoozeml.exceptions import SnoozeConnectionError, map_grpc_error
 from tritonclient.grpc import service_pb2
 
 from native_service.proto import snoozeml_pb2 as pb
+from native_service.settings import Limits
 from native_service.snooze.casts import from_fp32, to_fp32
 from native_service.snooze.messages import read_request
 from nereid_backend import dtypes
@@ -26,7 +27,7 @@ from nereid_backend.spec import ModelSpec
 
 Fronting = Callable[..., Any]
 Spec = Callable[..., ModelSpec]
-INFER = "/snoozeml.v1.InferenceService/Infer"
+INFER, STREAM = "/snoozeml.v1.InferenceService/Infer", "/snoozeml.v1.InferenceService/StreamInfer"
 VALUES = np.arange(16, dtype="<f4")
 
 
@@ -154,6 +155,57 @@ def test_a_full_model_and_a_deadline_end_a_call_alike(fronting: Fronting, spec: 
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     with_both_ways(work, fronting, spec, capacity=1)
+
+
+def test_a_stream_is_read_no_further_than_its_client_may_be_ahead(fronting: Fronting, spec: Spec) -> None:
+    most, count = 16, 40
+
+    async def scenario() -> None:
+        async with fronting(spec(), capacity=64) as service:
+            go_on = asyncio.Event()
+
+            async def answer(request: Any, _context: Any) -> Any:
+                await go_on.wait()
+                response = service_pb2.ModelInferResponse(model_name="adder")
+                response.outputs.add(name="output", datatype="FP32", shape=request.inputs[0].shape)
+                response.raw_output_contents.append(request.raw_input_contents[0])
+                return response
+
+            service.triton.behave = answer
+            stream = service.channel.stream_stream(STREAM)
+            answers = stream(iter([infer_request().SerializeToString()] * count))
+            while len(service.triton.requests) < most:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert len(service.triton.requests) == most
+            go_on.set()
+            assert len([each async for each in answers]) == count
+            assert service.front.snooze.counts.succeeded == count
+            # A stream that is given up leaves nothing behind.
+            go_on.clear()
+            answers = stream(iter([infer_request().SerializeToString()] * count))
+            while len(service.triton.requests) < most + count:
+                await asyncio.sleep(0.01)
+            answers.cancel()
+            while await service.permits_in_use() or (await service.front.counted()).buffered_bytes:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_calls_hold_no_more_together_than_the_server_lets_them(fronting: Fronting, spec: Spec) -> None:
+    limits = Limits(max_buffered_bytes=100)
+
+    async def scenario() -> None:
+        async with fronting(spec(), limits=limits) as service:
+            data = infer_request(shape=(10, 16), parameters={"hint": "any"}).SerializeToString()
+            _, error = await Way(service).ask(data)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert dict(error.trailing_metadata())["retry-after"] == "5"
+            with pytest.raises(grpc.aio.AioRpcError, match="max_buffered_bytes"):
+                _ = [each async for each in service.channel.stream_stream(STREAM)(iter([data]))]
+
+    asyncio.run(scenario())
 
 
 def test_a_client_whose_server_goes_in_the_middle_of_a_call_is_told_that_it_has_gone(

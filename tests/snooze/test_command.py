@@ -64,7 +64,7 @@ def test_the_daemon_of_the_sdk_runs_our_server(script: Path, tmp_path: Path, por
         with daemon.client() as client:
             assert {model.id: model.state.value for model in client.models.list()} == {"mine": "idle", "demo": "idle"}
             np.testing.assert_array_equal(client.infer("mine", {"input": ROWS}).get_numpy("output"), ROWS + 1)
-        (lines,) = [block for block in readme("python") if "snoozeml" in block]
+        (lines,) = [block for block in readme("python") if "http_endpoint" in block]
         write_adder(tmp_path / "forest.onnx", amount=5.0)
         names = {"KEY": ADM, "rows": ROWS}
         with pytest.MonkeyPatch.context() as patch:

@@ -211,6 +211,26 @@ def test_what_may_not_be_uploaded_is_refused(rest: Any, onnx: Any, snooze: Snooz
     assert {path.name for path in snooze.models.iterdir()} - {FOLDER} == before - {FOLDER}
 
 
+def test_estimators_are_deployed_and_predict_as_before(rest: Any, kind: str) -> None:  # 22
+    for module in ("sklearn", "skl2onnx", "xgboost", "onnxmltools"):
+        pytest.importorskip(module, reason=f"{module} is not installed in this interpreter")
+    import xgboost
+    from sklearn.linear_model import LogisticRegression
+
+    rows = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    labels = np.digitize(rows[:, 0] + rows[:, 1], [-1, 1])
+    linear = LogisticRegression().fit(rows, labels)
+    client, types = rest(), [("float_input", (None, 4))]
+    assert client.deploy_sklearn(linear, model_id=f"linear_{kind}", initial_types=types).id == f"linear_{kind}"
+    answers = client.infer_dataset(f"linear_{kind}", {"float_input": rows}, batch_size=32)
+    np.testing.assert_allclose(output(answers), linear.predict_proba(rows), atol=1e-5)
+    trees = xgboost.XGBClassifier(n_estimators=3, max_depth=2, n_jobs=1).fit(rows, labels)
+    assert client.deploy_xgboost(trees, model_id=f"trees_{kind}").onnx_path == f"trees_{kind}.xgb.json"
+    np.testing.assert_allclose(
+        output(client.infer(f"trees_{kind}", {"input": rows[:9]})), trees.predict_proba(rows[:9]), atol=1e-5
+    )
+
+
 def test_a_file_dropped_into_the_folder_is_there_after_a_refresh(snooze: Snoozing, rest: Any, kind: str) -> None:  # 23
     client, name = rest(), f"dropped_{kind}"
     write_adder(snooze.models / f"{name}.onnx", amount=5.0)
