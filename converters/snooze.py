@@ -40,7 +40,7 @@ _FORMATS = ("numpy", "raw")
 _DTYPE = "f32"
 # Two of the usual kind tell whether any width will do; else the one that the model takes is looked for.
 _WIDTHS = (2, 3, 1, *range(4, 65))
-_ENOUGH_S = 20.0
+_ENOUGH_S, _LONGEST_TRIAL_S = 20.0, 60.0
 _MOST_INPUTS = 16
 _SMALL = 2  # the kind of made-up row around one
 _MISSES = re.compile(r"the model refused the input: KeyError: '([^'\\]+)'")
@@ -68,7 +68,7 @@ def read(folder: Path, name: str, device: str, contract: Contract) -> Prepared:
     with tempfile.TemporaryDirectory() as scratch:  # the model may write into its folder
         for target, source in sources.items():
             place(source, Path(scratch) / target, link=True)
-        process = Process(worker, Path(scratch) / SCRIPT_FOLDER, "cpu", quiet=True)
+        process = Process(worker, Path(scratch) / SCRIPT_FOLDER, "cpu", trial_limit_s=_LONGEST_TRIAL_S)
         try:
             spec, learned = _tried(process, name, contract)
         finally:

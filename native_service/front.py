@@ -52,10 +52,12 @@ class Front:
         triton: TritonServer,
         access: Access = OPEN,
         residency: Residency | None = None,
+        drain_s: float | None = None,
     ) -> None:
-        """``access``: what protects the address; ``residency`` None: what is served is always in Triton."""
+        """``access``: what protects the address; ``residency`` None: what is served is always in Triton; ``drain_s``:
+        how long calls in progress have at the end, None for ten seconds."""
         self._program, self._run, self._triton, self._access = envoy, run, triton, access
-        self._residency = residency
+        self._residency, self._drain_s = residency, drain_s
         self._envoy: EnvoyServer | None = None
         self._server: NativeServer | None = None
         self._inference: Inference | None = None
@@ -149,7 +151,8 @@ class Front:
             http_infer=server.http_infer,
             rest=server.rest,
         )
-        self._ending.push_async_callback(self._envoy.stop, _DRAIN_S)
+        drain_s = _DRAIN_S if self._drain_s is None else self._drain_s
+        self._ending.push_async_callback(self._envoy.stop, drain_s)
         service.set_serving(True)
         bound = await self._envoy.start(self._triton.addresses.grpc, models)
         if (tls := self._access.tls) is not None:
@@ -312,7 +315,7 @@ class Front:
         return await self._envoy.wait()
 
     async def stop(self) -> None:
-        """Health first, then Envoy within a bound of ten seconds, then our server."""
+        """Health first, then Envoy within the bound, then our server."""
         await self._ending.aclose()
 
 

@@ -84,6 +84,8 @@ class Endpoints:
 class Options:
     """What the command line says beside the settings: programs to run, a file to write, whether to follow changes.
 
+    ``grace_s``: how long calls in progress have at the end, and then Triton; None for ten seconds each.
+
     ``reread`` gives the settings anew while they are followed and when they are to be reloaded; None when there is no
     file. ``settings_file`` is its name for people.
     """
@@ -94,6 +96,7 @@ class Options:
     watch: bool = False
     reread: Callable[[], Settings] | None = None
     settings_file: Path | None = None
+    grace_s: float | None = None
 
 
 async def serve(settings: Settings, options: Options, *, announce: Callable[[str], None] = print) -> int:
@@ -183,10 +186,10 @@ async def _start(
     control = ModelControl(settings, catalogue, residency, new_converter, lenient=options.watch)
     status.preparing(catalogue, residency, control)
     converted = await control.convert()
-    ending.push_async_callback(triton.stop)
+    ending.push_async_callback(triton.stop, options.grace_s)
     await triton.start()
     await control.load_converted(converted)
-    front = Front(envoy, run, triton, access, residency)
+    front = Front(envoy, run, triton, access, residency, options.grace_s)
     # They answer as soon as Envoy asks, and until it asks no more.
     await _open_http(server, run, triton, catalogue, control, residency, front, ending)
     ending.push_async_callback(front.stop)

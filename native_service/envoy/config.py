@@ -3,8 +3,8 @@
 A Lua script reads the model's name and the inputs' shapes out of every public request that Triton may answer and turns
 them into the header ``nereid-cluster``, which the router follows. A request without the header (streams, listings,
 unknown models, texts, a batch dimension left out, what is compressed or in shared memory, the native service) goes to
-our own service. Each model has a cluster of its own, all of them pointing at Triton, whose circuit breaker is the
-model's count of permits.
+our own service. Small calls of SnoozeML's Infer become ModelInfer on the way (``envoy/snooze.py``). Each model has a
+cluster of its own, all of them pointing at Triton, whose circuit breaker is the model's count of permits.
 
 The service calls Triton through an inner listener, a Unix socket, and names the cluster itself: the permits are shared,
 with KServe v2 over HTTP too, which ends in our service. Both listeners count the calls that fail, by cluster and

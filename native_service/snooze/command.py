@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _LOCALHOST, _LOOPBACK = "localhost", "127.0.0.1"
 DEMO = "demo"
+# The SDK kills what has not ended after 5 s; calls in progress have so long, and then Triton.
+_GRACE_S = 1.5
 
 
 @click.group()
@@ -71,7 +73,7 @@ def serve(
         file = config or models_file.find(models_dir)
         return models_file.load(file, models_dir, said), file
 
-    cli.run_server(read, verbose=verbose, state_file=state)
+    cli.run_server(read, verbose=verbose, state_file=state, grace_s=_GRACE_S)
 
 
 def _role_and_key(text: str) -> tuple[str, str]:

@@ -367,10 +367,11 @@ class TritonServer:
         self._bury()
         return await self._death("while serving")
 
-    async def stop(self) -> None:
-        """SIGTERM, bounded wait, SIGKILL of the group; at once SIGKILL while a load is in progress."""
+    async def stop(self, most_s: float | None = None) -> None:
+        """SIGTERM, a wait of ``most_s`` at most, SIGKILL of the group; at once that while a load is in progress."""
         self.find_dead()  # one may have died since anybody looked
         grace_s = _STOP_HANGING_S if self._exit_hangs else _STOP_GRACE_S
+        grace_s = grace_s if most_s is None else min(grace_s, most_s)
         await self._end(grace_s=0 if self._loading else grace_s)
 
     async def _end(self, grace_s: float) -> None:

@@ -147,12 +147,14 @@ class Children:
 
         ``pending`` are descriptors of a call that waits, which are not the child's. Raises OSError when one waits.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = _fork()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with contextlib.ExitStack() as unused:
+                unused.enter_context(ours)
+                unused.enter_context(theirs)
+                pid = _fork()
+                unused.pop_all()
         except OSError:
-            ours.close()
-            theirs.close()
             if pending:
                 raise
             self._wants_spare = False  # until the next call: the machine has no room now

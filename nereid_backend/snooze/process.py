@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import socket
 from collections.abc import Sequence
@@ -34,12 +35,13 @@ _PARTS_A_CALL = 64  # the most buffers handed to one sendmsg
 class Process:
     """Runs ``predict`` of the worker in ``folder`` on named f32 arrays. One thread calls it at a time."""
 
-    def __init__(self, spec: Worker, folder: Path, device: str, *, quiet: bool = False) -> None:
+    def __init__(self, spec: Worker, folder: Path, device: str, *, trial_limit_s: float | None = None) -> None:
         """Start it and wait until the model is loaded. Raises BundleError, EngineError.
 
-        ``quiet``: tracebacks of ``predict`` stay out of the log, as for trials that are expected to fail.
+        ``trial_limit_s``: it is only tried. A ``predict`` may take so long then, and its tracebacks, which are
+        expected, stay out of the log.
         """
-        self._quiet = quiet
+        self._trial_limit_s = trial_limit_s
         options = {"folder": str(folder), "entrypoint": spec.entrypoint, "class_name": spec.class_name}
         told = json.dumps({**options, "device": device, "raw": spec.raw})
         python = interpreter(spec, folder)
@@ -67,8 +69,9 @@ class Process:
         header: dict[str, Any] = {
             "tensors": [{"name": name, "shape": array.shape, "dtype": "f32"} for name, array in inputs.items()]
         }
-        if self._quiet:
+        if self._trial_limit_s is not None:
             header["quiet"] = True
+            self._connection().settimeout(self._trial_limit_s)
         arrays = [np.ascontiguousarray(array, "<f4") for array in inputs.values()]
         self._send(worker.INFER, header, arrays)
         kind, answer, values = self._receive()
@@ -122,6 +125,8 @@ class Process:
             while parts:
                 sent = self._connection().sendmsg(parts[:_PARTS_A_CALL], [], socket.MSG_NOSIGNAL)
                 parts = _after(parts, sent)
+        except TimeoutError:
+            raise self._too_slow() from None
         except OSError as error:
             raise self._died() from error
 
@@ -142,6 +147,8 @@ class Process:
         while got < count:
             try:
                 more = self._connection().recv_into(view[got:])
+            except TimeoutError:
+                raise self._too_slow() from None
             except OSError:
                 more = 0
             if not more:
@@ -150,13 +157,10 @@ class Process:
         return data
 
     def _is_gone(self) -> bool:
-        """Whether it died since the last call; an idle process sends nothing."""
-        try:
-            return not self._connection().recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether it died since the last call: an idle process sends nothing, so whatever comes is the end."""
+        poll = select.poll()
+        poll.register(self._connection(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def _connection(self) -> socket.socket:
         if self._data is None:
@@ -170,6 +174,9 @@ class Process:
             return EngineError(f"the model's process {how} while the model was loaded; the server's log has its output")
         self._restart()
         return EngineError(f"the model's process {how} during this call; it is started again")
+
+    def _too_slow(self) -> EngineError:
+        return self._broken(f"a trial took longer than {self._trial_limit_s:g} s")
 
     def _broken(self, what: str) -> EngineError:
         """What cannot be trusted any more is replaced."""

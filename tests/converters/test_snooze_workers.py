@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from converters import snooze
 from converters.check import check
 from converters.cli import command
 from converters.convert import convert, prepare
@@ -110,6 +111,16 @@ def test_a_model_that_fails_on_made_up_rows_is_served_as_assumed_and_told(tmp_pa
     assert signature(prepared) == ([("input", "f32", (-1, -1))], [("output", "f32", (-1, -1))])
     assert not prepared.spec.coalesce
     assert any("only real data" in note and "model_inference.textproto" in note for note in prepared.notes)
+
+
+def test_a_model_that_hangs_in_its_trial_is_ended_and_served_as_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snooze, "_LONGEST_TRIAL_S", 0.5)
+    monkeypatch.setattr(snooze, "_ENOUGH_S", 0.0)
+    prepared = learned(worker(tmp_path / "w", "import time; time.sleep(1000)"))
+    assert signature(prepared) == ([("input", "f32", (-1, -1))], [("output", "f32", (-1, -1))])
+    assert any("longer than 0.5 s" in note for note in prepared.notes)
 
 
 def test_a_converted_worker_runs_from_the_repository_alone(tmp_path: Path) -> None:

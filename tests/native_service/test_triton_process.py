@@ -227,6 +227,20 @@ def test_a_server_that_ignores_sigterm_is_killed(server: TritonServer, monkeypat
     asyncio.run(scenario())
 
 
+def test_whoever_stops_a_server_may_have_less_patience(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("native_service.triton.process._STOP_GRACE_S", 3600)
+    server._environment["FAKE_TRITON"] = "ignores-sigterm"
+
+    async def scenario() -> None:
+        await server.start()
+        pid = server.pid
+        async with asyncio.timeout(60):
+            await server.stop(0.3)
+        assert is_gone(pid)
+
+    asyncio.run(scenario())
+
+
 def test_an_end_nobody_asked_for_is_reported(server: TritonServer) -> None:
     async def scenario() -> None:
         async with server:

@@ -57,7 +57,7 @@ def snooze(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snoozing]:
     pytest.importorskip("jax")
     models = {
         "adder": {"options": {"max_batch_size": 8}},
-        "ints": {},
+        "ints": {"options": {"batch_delay_ms": 50}},
         "wide": {},
         "m": {"options": {"load": "first_request"}},
         "sleeper": {"queue_capacity": 1},
@@ -306,11 +306,23 @@ def test_the_time_a_client_gives_its_call_ends_it(sdk: Any) -> None:  # 18
     np.testing.assert_array_equal(answer.get_numpy("y"), np.zeros((1, 4)))
 
 
-def test_every_caller_gets_its_own_rows_and_more_rows_than_one_run_takes(sdk: Any, snooze: Snoozing) -> None:  # 25
+def test_callers_share_runs_and_get_their_own_rows(snooze: Snoozing) -> None:  # 25
     client = snooze.client(INF)
-    with ThreadPoolExecutor(16) as pool:
-        answers = pool.map(lambda n: client.infer("adder", np.full((1, 4), n)).get_numpy("output"), range(64))
-        assert [answer[0].tolist() for answer in answers] == [[n + 1.0] * 4 for n in range(64)]
+    with tritonclient.InferenceServerClient(snooze.address) as kserve:
+
+        def runs() -> int:
+            found = kserve.get_inference_statistics("ints", headers={"authorization": f"Bearer {RO}"})
+            return int(found.model_stats[0].execution_count)
+
+        before = runs()
+        with ThreadPoolExecutor(64) as pool:
+            answers = pool.map(lambda n: client.infer("ints", np.full((1, 4), n)).get_numpy("output"), range(64))
+            assert [answer[0].tolist() for answer in answers] == [[n + 1.0] * 4 for n in range(64)]
+        assert 0 < runs() - before < 64
+    snooze.close_clients()
+
+
+def test_more_rows_than_one_run_takes_become_several(sdk: Any) -> None:
     rows = np.arange(400, dtype=np.float32).reshape(100, 4)
     np.testing.assert_array_equal(sdk(INF).infer("adder", rows).get_numpy("output"), rows + 1)
     np.testing.assert_array_equal(sdk(INF).infer_dataset("adder", rows, batch_size=32).get_numpy("output"), rows + 1)
