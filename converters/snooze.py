@@ -42,6 +42,7 @@ _DTYPE = "f32"
 _WIDTHS = (2, 3, 1, *range(4, 65))
 _ENOUGH_S, _LONGEST_TRIAL_S = 20.0, 60.0
 _MOST_INPUTS = 16
+_MOST_ROWS_TOGETHER = 2**16
 _SMALL = 2  # the kind of made-up row around one
 _MISSES = re.compile(r"the model refused the input: KeyError: '([^'\\]+)'")
 
@@ -73,6 +74,8 @@ def read(folder: Path, name: str, device: str, contract: Contract) -> Prepared:
             spec, learned = _tried(process, name, contract)
         finally:
             process.close()
+    if contract == UNDECLARED and not spec.coalesce:
+        spec = replace(spec, max_batch_size=_MOST_ROWS_TOGETHER)  # they cannot be sent in several requests
     spec = replace(spec, device=device, worker=worker)
     note = f"{worker.entrypoint} runs as a program of this user; serve only folders you trust"
     return Prepared(spec, sources, (note, *notes, *learned))

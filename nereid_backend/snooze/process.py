@@ -7,6 +7,7 @@ model that hangs in ``predict`` goes with the process that waits for it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import shutil
@@ -79,7 +80,7 @@ class Process:
             raise _error(answer)
         try:
             return _tensors(answer, values)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self._broken(f"its answer is none of the protocol ({type(error).__name__}: {error})") from error
 
     def close(self) -> None:
@@ -224,14 +225,17 @@ def interpreter(spec: Worker, folder: Path) -> Path:
 
 
 def _tensors(header: dict[str, Any], values: memoryview) -> dict[str, Array]:
-    """The arrays of a RESULT frame, views of it. Raises KeyError, TypeError or ValueError for what is none."""
+    """The arrays of a RESULT frame, views of it.
+
+    Raises KeyError, TypeError, ValueError or OverflowError for what is none.
+    """
     arrays: dict[str, Array] = {}
     start = 0
     for told in header["tensors"]:
         shape = tuple(told["shape"])
-        count = int(np.prod(shape, dtype=np.int64)) if shape else 1
-        if any(size < 0 for size in shape):
-            raise ValueError(f"a shape {list(shape)}")
+        count = math.prod(shape)
+        if any(size < 0 for size in shape) or 4 * count > len(values) - start:
+            raise ValueError(f"a shape {list(shape)} with {len(values) - start} bytes left")
         arrays[told["name"]] = np.frombuffer(values, "<f4", count, start).reshape(shape) if count else _empty(shape)
         start += 4 * count
     if start != len(values):

@@ -91,6 +91,7 @@ def test_names_and_the_only_width_are_what_predict_asks_for(tmp_path: Path) -> N
 def test_rows_that_depend_on_each_other_run_apart(tmp_path: Path) -> None:
     prepared = learned(worker(tmp_path / "w", f"{FIRST}; return {{'y': x - x.mean(0)}}"))
     assert not prepared.spec.coalesce
+    assert prepared.spec.max_batch_size >= 1000  # whoever has many rows can only send them together
     assert any("one by one" in note for note in prepared.notes)
 
 

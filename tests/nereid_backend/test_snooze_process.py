@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,12 +235,21 @@ running.predict({{"x": np.zeros((1, 1), np.float32)}})
     wait_for(lambda: not alive(pids))
 
 
-def test_a_model_that_writes_into_the_protocol_s_way_is_replaced(tmp_path: Path) -> None:
+def told(*shape: Any, name: Any = "y") -> bytes:
+    """A RESULT with one value, whatever its header says of it."""
+    return worker.packed(worker.RESULT, {"tensors": [{"name": name, "shape": shape}]}, 4) + bytes(4)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\xff" * 64, told(2**64), told(2**62, 4), told(0, 2**64), told(-1, -1), told(2), told("1"), told(1, name=["y"])],
+)
+def test_a_model_that_writes_into_the_protocol_s_way_is_replaced(tmp_path: Path, answer: bytes) -> None:
     # Nothing of ours is at descriptors 0 and 1; a model that looks for the copies breaks its own process only.
     text = model(
         "if inputs['x'][0, 0] == 1:\n"
         "            for number in range(3, 64):\n"
-        "                try: os.write(number, b'\\xff' * 64)\n"
+        f"                try: os.write(number, {answer!r})\n"
         "                except OSError: pass\n"
         "        return {'y': inputs['x']}"
     )

@@ -33,6 +33,14 @@ class Model:
                 raise self.errors[value]
         return {"output": np.sqrt(rows)}
 """
+CENTRED = """
+class Model:
+    def load(self, model_dir, device):
+        pass
+
+    def predict(self, inputs):
+        return {"output": inputs["input"] - inputs["input"].mean(0)}
+"""
 
 
 def estimators() -> dict[str, Any]:
@@ -68,8 +76,9 @@ def snooze(tmp_path_factory: pytest.TempPathFactory, trained: dict[str, Any]) ->
         for name in ("boosted", "boosted_two"):
             converters.export_xgboost(trained[name], models / f"{name}.xgb.json")
         snoozeml.scaffold_worker(models / "worker", model_code=WORKER)
+        snoozeml.scaffold_worker(models / "centred", model_code=CENTRED)
 
-    models: dict[str, Any] = {"worker": {"options": {"allow_code": True}}}
+    models: dict[str, Any] = {name: {"options": {"allow_code": True}} for name in ("worker", "centred")}
     models |= {name: {} for name in trained}
     with snoozing(tmp_path_factory.mktemp("artifacts"), models, make=make) as running:
         yield running
@@ -106,3 +115,10 @@ def test_32_a_worker_answers_and_its_errors_are_those_of_the_sdk(sdk: Any) -> No
         with pytest.raises(error, match=words):
             client.infer("worker", np.full((1, 4), value, np.float32))
     np.testing.assert_allclose(client.infer("worker", rows)["output"], np.sqrt(rows))
+
+
+def test_a_worker_takes_as_many_rows_as_its_caller_has(sdk: Any) -> None:
+    client, rows = sdk(INF), np.arange(600, dtype=np.float32).reshape(150, 4) + 16
+    np.testing.assert_allclose(client.infer("worker", rows)["output"], np.sqrt(rows), rtol=1e-6)
+    # Its rows depend on each other, so that they go together.
+    np.testing.assert_allclose(client.infer("centred", rows)["output"], rows - rows.mean(0), atol=1e-3)
