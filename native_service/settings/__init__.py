@@ -119,9 +119,9 @@ class ResidencySettings(Section):
 class ModelOptions(Section):
     """What upstream's file has no key for."""
 
-    max_batch_size: Annotated[int, Field(ge=0)] | None = None
+    max_batch_size: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """For a bare file with a symbolic first axis."""
-    default_batch_size: Annotated[int, Field(gt=0)] = 32
+    default_batch_size: Annotated[int, Field(gt=0, lt=2**31)] = 32
     """The same, for those that can be batched and without an error for others."""
     batch_delay_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
     """How long a request waits for others to share its run."""

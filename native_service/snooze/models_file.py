@@ -157,7 +157,8 @@ def load_any(path: Path, said: CommandLine) -> Settings:
 def _and_uploaded(listed: tuple[ModelSettings, ...], folder: Path) -> tuple[ModelSettings, ...]:
     """``listed`` and, with the options they came with, the uploaded models that are not in it."""
     names = {model.name for model in listed}
-    return (*listed, *(model for model in uploaded.entries(folder) if model.name not in names))
+    found = {model.name: model for model in uploaded.entries(folder) if model.name not in names}
+    return (*listed, *found.values())
 
 
 def load(path: Path | None, folder: Path, said: CommandLine) -> Settings:

@@ -24,11 +24,16 @@ _FILE = "models.json"
 def entries(folder: Path) -> list[ModelSettings]:
     """The settings of the uploaded models that are still in ``folder``."""
     found = []
-    for raw in _known(folder):
+    place = folder / FOLDER / _FILE
+    try:
+        known = _known(folder)
+    except OSError as error:
+        _LOG.warning("%s cannot be read (%s); uploaded models have default settings", place, error.strerror)
+        return []
+    for raw in known:
         try:
             model = ModelSettings.model_validate(raw)
         except ValidationError:
-            place = folder / FOLDER / _FILE
             _LOG.warning("%s: the entry %s cannot be used; that model has default settings", place, _name(raw))
             continue
         if _is_there(folder, raw):
@@ -45,8 +50,8 @@ def remember(folder: Path, model: ModelSettings) -> None:
 
     place = folder / FOLDER
     fresh = place / f"{_FILE}.new"
-    known = [each for each in _known(folder) if _name(each) != model.name and _is_there(folder, each)]
     try:
+        known = [each for each in _known(folder) if _name(each) != model.name and _is_there(folder, each)]
         place.mkdir(mode=0o700, exist_ok=True)
         durable.write_text(fresh, json.dumps([*known, model.model_dump()], indent=1) + "\n")
         fresh.replace(place / _FILE)
@@ -56,12 +61,13 @@ def remember(folder: Path, model: ModelSettings) -> None:
 
 
 def _known(folder: Path) -> list[Any]:
+    """What the file holds. Raises OSError."""
     path = folder / FOLDER / _FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         _LOG.warning("%s cannot be used (%s); uploaded models have default settings", path, type(error).__name__)
         return []
     return raw if isinstance(raw, list) else []

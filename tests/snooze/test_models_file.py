@@ -17,7 +17,7 @@ from native_service.access.roles import Role
 from native_service.settings import Settings
 from native_service.snooze import models_file, uploaded
 from native_service.snooze.models_file import CommandLine
-from nereid_backend.errors import SettingsError
+from nereid_backend.errors import RepositoryError, SettingsError
 
 Read = Callable[..., Settings]
 
@@ -231,13 +231,22 @@ def test_what_is_remembered_of_others_stays_and_of_files_that_have_gone_does_not
         remember(name)
     (tmp_path / "gone.onnx").unlink()
     place = tmp_path / uploaded.FOLDER / "models.json"
+    twice = json.loads(place.read_text())
+    place.write_text(json.dumps(twice + twice))
+    assert [model.name for model in read("").models] == ["first", "second"]
     newer = {"name": "newer", "a_key_of_another_version": [1]}
-    place.write_text(json.dumps([*json.loads(place.read_text()), newer]))
+    place.write_text(json.dumps([*twice, newer]))
     assert [model.name for model in read("").models] == ["first", "second"]
     remember("first")
     kept = json.loads(place.read_text())
     assert [each["name"] for each in kept] == ["second", "newer", "first"]
     assert newer in kept
+    place.rename(place.with_name("kept"))
+    place.mkdir()
+    assert read("").models == ()
+    with pytest.raises(RepositoryError, match="cannot be kept"):
+        remember("first")
+    place.rmdir()
     for junk in ("{", "5", "[[]]", '[{"name": "x", "options": {"path": "\\u0000"}}]'):
         place.write_text(junk)
         assert read("").models == ()
