@@ -76,7 +76,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, also beside others to the same server
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 20_000),  # how long an attempt may take, gRPC's own default
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 

@@ -12,7 +12,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # A new Envoy answers within a fraction of a second, a new Triton within seconds; gRPC's own back-off begins at one
     # second and grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Whatever its name: how long an attempt may take. On busy processors the first frame takes a while.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 

@@ -88,23 +88,6 @@ def test_magika_tells_python_from_html(triton: Any, client: Any) -> None:
 
 
 @needs_fixtures
-@needs("xgboost", "onnxmltools")
-@pytest.mark.triton
-@pytest.mark.parametrize("name", ["diabetes_reg", "cancer_bin", "iris_multi"])
-def test_a_snoozeml_tree_file_predicts_what_its_estimator_did(name: str, triton: Any, client: Any) -> None:
-    case = json.loads((FIXTURES / "snoozeml" / "expected.json").read_text())["models"][name]
-    triton.add(FIXTURES / "snoozeml" / case["file"])
-    rows = np.array(case["input"]["data"], np.float32).reshape(case["input"]["shape"])
-    answer = client.infer(name, [input_tensor("input", rows)])
-    expected = {key: np.array(value["data"]).reshape(value["shape"]) for key, value in case["expected"].items()}
-    if "predict_proba" in expected:
-        np.testing.assert_allclose(answer.as_numpy("probabilities"), expected["predict_proba"], atol=case["atol"])
-        assert answer.as_numpy("label").ravel().tolist() == case["predicted_class"]
-    else:
-        np.testing.assert_allclose(answer.as_numpy("output").ravel(), expected["predict"], atol=case["atol"])
-
-
-@needs_fixtures
 @pytest.mark.triton
 @pytest.mark.parametrize("name", ["iris_logreg", "iris_forest"])
 def test_a_snoozeml_onnx_file_predicts_what_its_estimator_did(name: str, triton: Any, client: Any) -> None:

@@ -17,7 +17,6 @@ from aiohttp import ClientSession, FormData, UnixConnector, web
 from snoozeml.exceptions import map_http_error
 
 from native_service.edge.half_sent import HalfSent
-from native_service.models.residency import Residence
 from native_service.nereid.checkpoint import Budget
 from native_service.settings import Limits, ModelSettings, OtherModels, ServerSettings
 from native_service.snooze import rest
@@ -68,8 +67,9 @@ class World:
     async def refresh(self) -> None:
         await self.do("")
 
-    def states(self) -> dict[str, Residence]:
-        return {name: Residence("idle", False, None, 0, None, 0, 0.0, 0.0, False) for name in self.served}
+    def states(self) -> dict[str, Any]:
+        idle = {"state": "idle", "pinned": False, "last_used_s": None, "memory_bytes": 0, "idle_timeout_s": None}
+        return {name: SimpleNamespace(**idle, hidden=False) for name in self.served}
 
     def settings_for(self, name: str) -> ModelSettings | None:
         return None if self.others is None else self.others.named(name)
