@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 
 
@@ -44,13 +45,15 @@ def scratch(parent: Path, prefix: str) -> tempfile.TemporaryDirectory[str]:
 
 
 def swap_in(fresh: Path, target: Path, *, replace: bool) -> None:
-    """Put ``fresh`` at ``target``; what was there ends in ``fresh``'s place, which the caller removes."""
+    """Put ``fresh`` at ``target``; what was there ends in ``fresh``'s place, which the caller removes.
+
+    What somebody else has put there meanwhile stays, unless that is to be replaced too. Raises OSError, then
+    FileExistsError.
+    """
     if not (replace and target.exists()):
-        fresh.rename(target)  # fails when somebody else has put something there meanwhile
+        _put_where_nothing_is(fresh, target)
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = (os.fsencode(fresh), os.fsencode(target))
-    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+    if _renamed(fresh, target, _RENAME_EXCHANGE) == 0:
         return
     # A file system without exchange: two renames, with the old model kept until the new one is in place.
     old = fresh.with_name(f"{fresh.name} replaced")
@@ -60,3 +63,24 @@ def swap_in(fresh: Path, target: Path, *, replace: bool) -> None:
     except OSError:
         old.rename(target)
         raise
+
+
+def _put_where_nothing_is(fresh: Path, target: Path) -> None:
+    error = _renamed(fresh, target, _RENAME_NOREPLACE)
+    if error == errno.EEXIST:
+        raise FileExistsError(error, os.strerror(error), str(target))
+    if error == 0:
+        return
+    # A file system without that, or another error, which the next call meets as well.
+    if fresh.is_dir():
+        fresh.rename(target)  # onto a folder that is empty, at most
+    else:
+        os.link(fresh, target)
+        fresh.unlink()
+
+
+def _renamed(fresh: Path, target: Path, how: int) -> int:
+    """0, or the number of the error."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.renameat2(_AT_FDCWD, os.fsencode(fresh), _AT_FDCWD, os.fsencode(target), how)
+    return ctypes.get_errno() if failed else 0

@@ -18,13 +18,14 @@ PLATFORM = "onnxruntime_onnx"
 
 def read(path: Path) -> Artifact:
     """Read an ``.onnx`` file. Raises SignatureError, EngineMissing."""
+    beside = external_data(path)  # before ONNX Runtime opens what a stranger names
     inputs, outputs = ports(open_session(path))
     return Artifact(
         file=path.name,
         engine="onnx",
         platform=PLATFORM,
         directory=path.parent,
-        files={path.name: path, **external_data(path)},
+        files={path.name: path, **beside},
         inputs=inputs,
         outputs=outputs,
         binds_by_name=True,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import snoozeml
 from serving import Served, alive
 
@@ -55,6 +56,8 @@ class Snoozing:
     def __init__(self, served: Served, models: Path) -> None:
         self.served, self.models = served, models
         self._clients: list[Any] = []
+        self.tokens: set[str] = set()
+        """Those that clients have sent."""
 
     @property
     def address(self) -> str:
@@ -64,6 +67,8 @@ class Snoozing:
     def client(self, key: str | None = ADM, *, kind: str = "sync", **options: Any) -> Any:
         """The SDK's client with ``key``, over gRPC unless ``use_grpc`` says otherwise; it is closed at the end."""
         rest = self.served.state.get("rest")
+        if isinstance(options.get("token"), str):
+            self.tokens.add(options["token"])
         known = {"grpc_endpoint": self.address, "use_grpc": True, "api_key": key}
         if rest is not None:
             known["http_endpoint"] = f"http://{rest}"
@@ -126,12 +131,22 @@ def snoozing_folder(folder: Path, config: Any, make: Callable[[Path], None]) -> 
 @contextmanager
 def _running(served: Served, models: Path) -> Iterator[Snoozing]:
     running = Snoozing(served, models)
+    told: list[str] = []
+    construct = snoozeml.SnoozeError.__init__
+
+    def remembered(error: Any, *args: Any, **options: Any) -> None:
+        construct(error, *args, **options)
+        told.append(f"{error} {vars(error)}")
+
     try:
-        yield running
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(snoozeml.SnoozeError, "__init__", remembered)
+            yield running
     finally:
         running.close_clients()
         processes = served.descendants()
         code, output = served.end()
         print(output)
     assert (code, alive(processes)) == (0, set())
-    assert not [key for key in (*KEYS, JWT_SECRET) if key in output]
+    secrets = (*KEYS, JWT_SECRET, *running.tokens)
+    assert not [secret for secret in secrets if secret in output or any(secret in text for text in told)]  # case 35

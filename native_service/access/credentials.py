@@ -59,7 +59,7 @@ def read(auth: AuthSettings) -> Credentials:
         except SettingsError as error:
             problems.append(str(error))
             continue
-        if digest in keys:
+        if keys.get(digest, NAMES[key.role]) is not NAMES[key.role]:
             problems.append(f"{_name(key)} is the key of another name as well; make a new one")
         keys[digest] = NAMES[key.role]
     tokens = None

@@ -24,7 +24,7 @@ _METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
 def is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
     """A filter of log records: aiohttp tells bytes that are no HTTP with a traceback each, and fills the log."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError)
 
 
 _LOG.addFilter(is_not_about_bad_bytes)
@@ -103,7 +103,7 @@ class HttpEndpoints:
                 web.get("/metrics", self._metrics.answer),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, logger=_LOG)
+        self._runner = web.AppRunner(application, access_log=None, logger=_LOG, auto_decompress=False)
         await self._runner.setup()
         await web.UnixSite(self._runner, self._socket).start()
 

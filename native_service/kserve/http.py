@@ -50,6 +50,7 @@ _STATUSES = {
     "DEADLINE_EXCEEDED": 504,
 }
 _FULL, _TOO_LARGE, _INTERNAL = 429, 413, 500
+NO_BODY = "the body is not HTTP's; send Content-Length, or well-formed chunks"
 # Bodies from this size on are worked on beside the event loop.
 _LARGE_BYTES = 64 * 1024
 
@@ -304,6 +305,8 @@ async def _errors_told(request: web.Request, handler: Callable[[web.Request], Aw
         return _failed(told(error))
     except web.HTTPException as error:  # aiohttp's own: no such path, another verb
         return _refused(error.status, error.reason, {k: v for k, v in error.headers.items() if k == "Allow"})
+    except web.RequestPayloadError:
+        return _refused(400, NO_BODY)
     except (ConnectionError, asyncio.IncompleteReadError):
         raise  # the client has gone
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients

@@ -73,6 +73,8 @@ class ModelControl:
     ) -> None:
         """``lenient``: what cannot be served at the start is logged and left out, instead of stopping the start."""
         self._settings = settings
+        # What the file said when it was read last: uploads are served before it says them.
+        self._said = settings.models, settings.others
         self._catalogue = catalogue
         self._residency = residency
         self._new_converter = new_converter
@@ -295,6 +297,8 @@ class ModelControl:
                 self._records.forget(name)
             else:
                 self._tried[name], self._records[name].failure = before, failure
+            if isinstance(error, FileExistsError):  # put there by somebody else while this was converted
+                raise AlreadyExists(f"{target.name} is there now; send overwrite to replace it") from None
             if isinstance(error, OSError):
                 raise RepositoryError(f"model {name!r} cannot be put in place ({error.strerror})") from None
             raise
@@ -381,6 +385,7 @@ class ModelControl:
             raise
         outcome.failed.extend(problems)
         self._settings, self._view = settings, None
+        self._said = settings.models, settings.others
         self._complaints.clear()
         for source, ready in staged:
             what = "changed" if source.name in served else "added"
@@ -490,7 +495,8 @@ class ModelControl:
             return
         if fresh.server != self._settings.server:
             self._complain("the section server of the settings has changed; `nereid reload` applies what it can of it")
-        if (fresh.models, fresh.others) != (self._settings.models, self._settings.others):
+        if (fresh.models, fresh.others) != self._said:
+            self._said = fresh.models, fresh.others
             self._settings = self._settings.model_copy(update={"models": fresh.models, "others": fresh.others})
             self._view = None
 

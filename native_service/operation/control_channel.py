@@ -43,7 +43,9 @@ class ControlChannel:
         application.add_routes(
             [web.post(path, self._handler(work, bounded=False)) for path, work in self._orders.items()]
         )
-        self._runner = web.AppRunner(application, access_log=None, logger=_LOG, shutdown_timeout=_LAST_ANSWERS_S)
+        self._runner = web.AppRunner(
+            application, access_log=None, logger=_LOG, auto_decompress=False, shutdown_timeout=_LAST_ANSWERS_S
+        )
         await self._runner.setup()
         await web.UnixSite(self._runner, self._run.socket_path(CONTROL_SOCKET)).start()
         (self._run.path / CONTROL_SOCKET).chmod(0o600)

@@ -30,9 +30,8 @@ _RULES = {
 }
 # Where the value is absent or is a whole section, "got" would only repeat the file.
 _WITHOUT_GOT = {"missing", "extra_forbidden"}
-# A key in clear may have been written in the place of what names it.
-_NEVER_SHOWN = {"sha256", "key_env", "secret_env", "key", "secret"}
-_SECTION_WANTED, _SECRETIVE = {"model_type", "dict_type"}, "auth"
+# A secret in clear may have been written in the place of anything else of that section, or of what names it.
+_NEVER_SHOWN = {"auth", "key"}
 
 
 def describe(path: Path, error: ValidationError) -> Iterator[str]:
@@ -47,13 +46,13 @@ def describe(path: Path, error: ValidationError) -> Iterator[str]:
             rule = f"is not valid ({problem['msg']})"
         key = _key(problem["loc"])
         # A rule about several keys sits on their section and names them itself.
-        hidden = kind in _WITHOUT_GOT or _is_section(problem["input"]) or _may_be_secret(kind, problem["loc"])
+        hidden = kind in _WITHOUT_GOT or _is_section(problem["input"]) or _may_be_secret(problem["loc"])
         got = "" if hidden else f", got {short_repr(problem['input'])}"
         yield f"{path}: {key} {rule}{got}" if key and not _is_rule_of_section(problem) else f"{path}: {rule}{got}"
 
 
-def _may_be_secret(kind: str, location: tuple[int | str, ...]) -> bool:
-    return not _NEVER_SHOWN.isdisjoint(location) or (kind in _SECTION_WANTED and _SECRETIVE in location)
+def _may_be_secret(location: tuple[int | str, ...]) -> bool:
+    return not _NEVER_SHOWN.isdisjoint(location)
 
 
 def _is_rule_of_section(problem: Any) -> bool:

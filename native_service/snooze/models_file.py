@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from native_service import settings as own
 from native_service.access import credentials
 from native_service.access.roles import CLAIMS
-from native_service.settings import Settings
+from native_service.settings import ModelSettings, Settings
 from native_service.settings.access import VariableName
 from native_service.settings.errors import describe
 from native_service.settings.section import NonBlank
@@ -48,7 +48,7 @@ class ModelKeys(_Section):
 
     idle_timeout_secs: Annotated[int, Field(ge=0, le=31 * 86_400)] | None = None
     """0 is never."""
-    max_batch_size: Annotated[int, Field(gt=0, le=2**31)] | None = None
+    max_batch_size: Annotated[int, Field(gt=0, lt=2**31)] | None = None
     max_batch_delay_ms: Annotated[int, Field(ge=0, le=60_000)] | None = None
     device: NonBlank | None = None
     min_residency_secs: Annotated[int, Field(ge=0, le=86_400)] | None = None
@@ -78,7 +78,7 @@ class ModelKeys(_Section):
 
 class _Defaults(ModelKeys):
     idle_timeout_secs: Annotated[int, Field(ge=0, le=31 * 86_400)] | None = 300
-    max_batch_size: Annotated[int, Field(gt=0, le=2**31)] | None = 16
+    max_batch_size: Annotated[int, Field(gt=0, lt=2**31)] | None = 16
     max_loaded_models: Annotated[int, Field(gt=0)] | None = None
 
 
@@ -148,7 +148,16 @@ def load_any(path: Path, said: CommandLine) -> Settings:
     """The settings in ``path``, SnoozeML's file or nereid.yaml, as its name says. Raises SettingsError."""
     if path.suffix == ".toml" or path.name in FILES:
         return load(path, path.parent, said)
-    return own.with_addresses(own.load(path), said.bind, said.http, said.rest)
+    settings = own.load(path)
+    if settings.others is not None:  # else what is uploaded is not served
+        settings = settings.model_copy(update={"models": _and_uploaded(settings.models, settings.server.folder)})
+    return own.with_addresses(settings, said.bind, said.http, said.rest)
+
+
+def _and_uploaded(listed: tuple[ModelSettings, ...], folder: Path) -> tuple[ModelSettings, ...]:
+    """``listed`` and, with the options they came with, the uploaded models that are not in it."""
+    names = {model.name for model in listed}
+    return (*listed, *(model for model in uploaded.entries(folder) if model.name not in names))
 
 
 def load(path: Path | None, folder: Path, said: CommandLine) -> Settings:
@@ -170,13 +179,12 @@ def load(path: Path | None, folder: Path, said: CommandLine) -> Settings:
         "options": {"load": "first_request", **defaults.options},
     }
     listed = [_entry(model, others, folder) for model in read.models]
-    names = {model.id for model in read.models}
-    listed += [entry for entry in uploaded.entries(folder) if entry["name"] not in names]
     raw = {"server": _server(read, folder, said), "models": listed, "others": others}
     try:
-        return Settings.model_validate(raw)
+        settings = Settings.model_validate(raw)
     except ValidationError as error:
         raise SettingsError("\n".join(describe(source, error))) from None
+    return settings.model_copy(update={"models": _and_uploaded(settings.models, folder)})
 
 
 def _entry(model: _Model, others: Mapping[str, Any], folder: Path) -> dict[str, Any]:

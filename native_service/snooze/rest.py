@@ -18,7 +18,8 @@ from aiohttp import web
 from native_service.edge.http_endpoints import is_not_about_bad_bytes
 from native_service.envoy.snooze import RETRY_AFTER_S
 from native_service.front import Front
-from native_service.kserve.http import Held, HttpContext, beside
+from native_service.kserve.body_codings import Decoder
+from native_service.kserve.http import NO_BODY, Held, HttpContext, beside
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl
 from native_service.models.residency import Residency
@@ -111,7 +112,13 @@ class RestServer:
         )
         # A client that goes ends its call: its permit is free and the model may skip it.
         self._runner = web.AppRunner(
-            application, access_log=None, logger=_LOG, handler_cancellation=True, shutdown_timeout=0
+            application,
+            access_log=None,
+            logger=_LOG,
+            handler_cancellation=True,
+            # Bounded, unlike aiohttp's own, in ``_body``.
+            auto_decompress=False,
+            shutdown_timeout=0,
         )
         await self._runner.setup()
         await web.UnixSite(self._runner, socket).start()
@@ -186,7 +193,11 @@ class RestServer:
         return web.json_response(model_info(self._catalogue.served[upload.model_id], residence))
 
     async def _take(self, upload: Upload) -> None:
-        """Serve what was uploaded. Raises NereidError; then everything is as it was."""
+        """Serve what was uploaded. Raises NereidError; then everything is as it was.
+
+        From where it is served on nothing fails any more: what cannot be remembered or pinned is logged, and the
+        answer says how it is.
+        """
         name, keys = upload.model_id, upload.keys
         base = self._control.settings_for(name)
         if base is None:
@@ -208,7 +219,10 @@ class RestServer:
         except RepositoryError as error:
             _LOG.warning("%s; after a restart it has the default ones", error)
         if keys.pinned:
-            await self._residency.pin(name)
+            try:
+                await self._residency.pin(name)
+            except (NereidError, grpc.aio.AioRpcError) as error:
+                _LOG.warning("the uploaded model %r is served but cannot be pinned now: %s", name, error)
 
     def _check_control(self) -> None:
         if not self._server.allow_model_control:
@@ -235,20 +249,23 @@ class RestServer:
             held.give_back()
 
     async def _body(self, request: web.Request, held: Held, most_bytes: int) -> bytes:
+        decoder = Decoder(request.headers.get("Content-Encoding", ""))
         body = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
                 chunks = self._front.inference.half_sent.messages(aiter(request.content.iter_any()), lambda: held.count)
                 async for chunk in chunks:
-                    if len(body) + len(chunk) > most_bytes:
-                        raise OverLimit(
-                            f"the JSON of a request is over the limit of this server, {most_bytes} bytes "
-                            "(server.limits.max_message_bytes); call over gRPC"
-                        )
-                    held.take(len(chunk))
-                    body += chunk
+                    for part in decoder.parts(chunk):
+                        if len(body) + len(part) > most_bytes:
+                            raise OverLimit(
+                                f"the JSON of a request is over the limit of this server, {most_bytes} bytes "
+                                "(server.limits.max_message_bytes); call over gRPC"
+                            )
+                        held.take(len(part))
+                        body += part
         except TimeoutError:
             raise DeadlineExceeded(f"the request was not sent within {_BODY_S:g} s") from None
+        decoder.finish()
         return bytes(body)
 
 
@@ -269,7 +286,7 @@ async def _read_rest(request: web.Request, most_bytes: int) -> None:
                 most_bytes -= len(chunk)
                 if most_bytes < 0:
                     return
-    except (TimeoutError, ConnectionError, web.HTTPException, ValueError):
+    except (TimeoutError, ConnectionError, web.HTTPException, web.RequestPayloadError, ValueError):
         return
 
 
@@ -284,6 +301,8 @@ async def _errors_told(request: web.Request, handler: Callable[[web.Request], Aw
         return _failed(in_snooze_words(error, request.match_info.get("model", "")))
     except web.HTTPException as error:  # aiohttp's own: no such path, another verb
         return _refused(error.status, error.reason, {k: v for k, v in error.headers.items() if k == "Allow"})
+    except web.RequestPayloadError:
+        return _refused(400, NO_BODY)
     except (ConnectionError, asyncio.IncompleteReadError):
         raise  # the client has gone
     except Exception:  # noqa: BLE001 - the edge of this process towards its clients

@@ -104,6 +104,8 @@ async def _read_parts(request: web.Request, target: Path, most_bytes: int) -> tu
     """The texts by name, and the name that the file came with; the file itself is written to ``target``."""
     if not request.content_type.startswith("multipart/form-data"):
         raise InvalidArgument("an upload must be multipart/form-data")
+    if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise InvalidArgument(f"an upload in the Content-Encoding {short_repr(coding)} is not read; send it plain")
     texts: dict[str, str] = {}
     filename: str | None = None
     try:

@@ -21,33 +21,61 @@ FOLDER = ".nereid-uploads"
 _FILE = "models.json"
 
 
-def entries(folder: Path) -> list[dict[str, Any]]:
-    """The settings of the uploaded models that are still in ``folder``, as ``models`` of the settings has them."""
-    return [model.model_dump() for model in _known(folder) if (folder / str(model.options.path)).is_file()]
+def entries(folder: Path) -> list[ModelSettings]:
+    """The settings of the uploaded models that are still in ``folder``."""
+    found = []
+    for raw in _known(folder):
+        try:
+            model = ModelSettings.model_validate(raw)
+        except ValidationError:
+            place = folder / FOLDER / _FILE
+            _LOG.warning("%s: the entry %s cannot be used; that model has default settings", place, _name(raw))
+            continue
+        if _is_there(folder, raw):
+            found.append(model)
+    return found
 
 
 def remember(folder: Path, model: ModelSettings) -> None:
-    """Keep the settings of ``model``, instead of those of that name from before. Raises RepositoryError."""
+    """Keep the settings of ``model``, instead of those of that name from before. Raises RepositoryError.
+
+    Those of files that have gone are forgotten; what cannot be read here, as another version may, stays as it is.
+    """
     from converters import durable
 
-    known = {each.name: each for each in _known(folder)} | {model.name: model}
     place = folder / FOLDER
     fresh = place / f"{_FILE}.new"
+    known = [each for each in _known(folder) if _name(each) != model.name and _is_there(folder, each)]
     try:
         place.mkdir(mode=0o700, exist_ok=True)
-        durable.write_text(fresh, json.dumps([each.model_dump() for each in known.values()], indent=1) + "\n")
+        durable.write_text(fresh, json.dumps([*known, model.model_dump()], indent=1) + "\n")
         fresh.replace(place / _FILE)
         durable.sync_directory(place)
     except OSError as error:
         raise RepositoryError(f"the settings of {model.name!r} cannot be kept ({error.strerror})") from None
 
 
-def _known(folder: Path) -> list[ModelSettings]:
+def _known(folder: Path) -> list[Any]:
     path = folder / FOLDER / _FILE
     try:
-        return [ModelSettings.model_validate(raw) for raw in json.loads(path.read_text(encoding="utf-8"))]
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _LOG.warning("%s cannot be used (%s); uploaded models have default settings", path, type(error).__name__)
         return []
+    return raw if isinstance(raw, list) else []
+
+
+def _name(raw: Any) -> Any:
+    return raw.get("name") if isinstance(raw, dict) else None
+
+
+def _is_there(folder: Path, raw: Any) -> bool:
+    """Whether the file of an entry is, or may be as the entry does not say which it is."""
+    options = raw.get("options") if isinstance(raw, dict) else None
+    path = options.get("path") if isinstance(options, dict) else None
+    try:
+        return not isinstance(path, str) or (folder / path).is_file()
+    except (OSError, ValueError):
+        return False

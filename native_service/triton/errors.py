@@ -23,7 +23,8 @@ _OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _TRACEBACK = re.compile(r"\n\s*\nAt:\n.*|\nTraceback \(most recent call last\):.*?(?=\n\S)", re.DOTALL)
-_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+){2,}/([\w.+@-]+)")
+# A blank belongs to a path inside of it, where a slash comes later in the same words; a name of one part is none.
+_PATH = re.compile(r"(?<![\w./])(?:/[\w.+@-]+(?: [\w.+@-]+)*?)+/([\w.+@-]+)")
 
 
 def load_failure(text: str) -> str:

@@ -129,10 +129,44 @@ def test_external_data_travels_with_the_graph_whatever_its_name(
     assert run(prepared, tmp_path / "out", np.ones((1, 4), np.float32))[0].tolist() == [[1, 2, 3, 4]]
 
 
+@pytest.fixture
+def never_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: Any) -> Any:
+        pytest.fail("ONNX Runtime has opened the model")
+
+    monkeypatch.setattr(graph, "open_session", opened)
+
+
 @pytest.mark.parametrize("location", ["../secret", "/etc/hostname"])
+@pytest.mark.usefixtures("never_opened")
 def test_external_data_outside_the_folder_is_refused(with_external_data: Any, location: str) -> None:
-    with pytest.raises(BundleError, match=r"model\.onnx"):
+    with pytest.raises(BundleError, match=r"model\.onnx: external data .* lies outside"):
         read(with_external_data(location))
+
+
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("where", ["function", "default", "branch", "sparse"])
+def test_external_data_is_found_wherever_a_model_may_have_a_tensor(tmp_path: Path, where: str) -> None:
+    from onnx import GraphProto, ModelProto, TensorProto
+
+    def refer(tensor: TensorProto) -> None:
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="../secret")
+
+    model = ModelProto()
+    nodes = model.functions.add().node if where == "function" else model.graph.node
+    if where == "default":
+        refer(model.functions.add().attribute_proto.add(name="a").t)
+    elif where == "sparse":
+        refer(nodes.add().attribute.add(name="a").sparse_tensor.values)
+    elif where == "branch":
+        inner: GraphProto = nodes.add().attribute.add(name="a").g
+        refer(inner.initializer.add())
+    else:
+        refer(nodes.add().attribute.add(name="a").t)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(SignatureError, match=r"external data '\.\./secret' lies outside"):
+        graph.read(tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -191,18 +193,43 @@ def test_force_replaces_the_whole_model(source: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r", "source.onnx"]
 
 
+class PlainRenames:
+    """A C library on a file system that knows no flags of renames."""
+
+    def renameat2(self, *_: Any) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+
 def test_force_on_a_file_system_without_exchange_replaces_too(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NoExchange:
-        def renameat2(self, *_: Any) -> int:
-            return -1
-
-    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: NoExchange())
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: PlainRenames())
     for size in (8, 1):
         write(prepared(source, max_batch_size=size), tmp_path / "r", force=True)
         assert ModelSpec.read(tmp_path / "r" / "m" / "1").max_batch_size == size
     assert [p.name for p in (tmp_path / "r").iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("kernel", ["with no-replace", "without"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_came_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, kind: str
+) -> None:
+    if kernel == "without":
+        monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: PlainRenames())
+    paths = tmp_path / "fresh", tmp_path / "target"
+    for path in paths:
+        if kind == "folder":
+            path.mkdir()
+        (path / "file" if kind == "folder" else path).write_text(path.name)
+    before = tree(tmp_path)
+    with pytest.raises(OSError, match=r"exists|not empty"):
+        durable.swap_in(*paths, replace=False)
+    assert tree(tmp_path) == before
+    paths[1].rename(tmp_path / "away")
+    durable.swap_in(*paths, replace=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["away", "target"]
 
 
 def test_a_failing_last_rename_puts_the_old_model_back(
@@ -211,10 +238,6 @@ def test_a_failing_last_rename_puts_the_old_model_back(
     write(prepared(source), tmp_path / "r")
     before = tree(tmp_path / "r")
 
-    class NoExchange:
-        def renameat2(self, *_: Any) -> int:
-            return -1
-
     rename = Path.rename
 
     def fail_into_place(self: Path, target: Any) -> Path:
@@ -222,7 +245,7 @@ def test_a_failing_last_rename_puts_the_old_model_back(
             raise OSError(28, "No space left on device")
         return rename(self, target)
 
-    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: NoExchange())
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: PlainRenames())
     monkeypatch.setattr(Path, "rename", fail_into_place)
     with pytest.raises(RepositoryError, match="No space left on device"):
         write(prepared(source, max_batch_size=1), tmp_path / "r", force=True)

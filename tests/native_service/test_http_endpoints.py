@@ -97,6 +97,17 @@ def test_each_path_has_its_status(path: str, ready: bool, status: int) -> None:
     asyncio.run(scenario())
 
 
+def test_a_body_that_is_not_in_its_coding_is_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with endpoints() as (_, session, _):
+            headers = {"Content-Encoding": "gzip"}
+            async with session.get("/v2/health/live", data=b"junk", headers=headers) as answer:
+                assert answer.status == 200
+
+    asyncio.run(scenario())
+    assert [record for record in caplog.records if record.exc_info is not None] == []
+
+
 def test_a_required_model_that_is_away_takes_the_server_out_of_service_and_no_other_model() -> None:
     async def scenario() -> None:
         async with endpoints(models=LACKING) as (_, session, _):

@@ -372,6 +372,63 @@ def test_where_room_is_bounded_pinned_models_come_first_and_none_passes_the_boun
     asyncio.run(scenario())
 
 
+def test_an_adopted_file_is_served_until_the_settings_say_something_else(
+    models: Path, run: Run, tmp_path: Path
+) -> None:
+    """They tell of it a moment later, when it is remembered."""
+    (models / "a").write_text("1")
+    rows = [ModelSettings(name="a", device="cpu", queue_capacity=1)]
+    its = settings.for_folder(models).model_copy(update={"models": tuple(rows), "others": None})
+    reads = 0
+
+    def reread() -> settings.Settings:
+        nonlocal reads
+        reads += 1
+        return its.model_copy(update={"models": tuple(rows)})
+
+    async def read_again() -> None:
+        before = reads
+        async with asyncio.timeout(20):
+            while reads < before + 2:
+                (models / ".touched").write_text(str(reads))
+                await asyncio.sleep(0.01)
+
+    async def scenario(controlled: Controlled) -> None:
+        await controlled.until({"a": "1"})
+        new = ModelSettings(name="new", device="cpu", queue_capacity=7)
+        kept = await controlled.control.adopt(new, arrived(models, "new", "1"), overwrite=False)
+        loads = controlled.triton.loads
+        await read_again()
+        await controlled.until({"a": "1", "new": "1"})
+        rows.append(kept)
+        await read_again()
+        await controlled.until({"a": "1", "new": "1"})
+        assert controlled.triton.loads == loads
+        rows.pop(0)
+        await controlled.until({"new": "1"})
+
+    run(scenario, reread)
+
+
+def test_a_file_that_came_while_another_was_converted_stays(models: Path, run: Run, tmp_path: Path) -> None:
+    async def scenario(controlled: Controlled) -> None:
+        control, convert = controlled.control, FakeConverter.convert
+
+        async def with_a_neighbour(*args: Any) -> Converted:
+            (models / "new").write_text("somebody's")
+            return await convert(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeConverter, "convert", with_a_neighbour)
+            new = ModelSettings(name="new", device="cpu", queue_capacity=1)
+            with pytest.raises(AlreadyExists, match="new is there now"):
+                await control.adopt(new, arrived(models, "new", "1"), overwrite=False)
+        assert (models / "new").read_text() == "somebody's"
+        await controlled.until({"new": "somebody's"})
+
+    run(scenario)
+
+
 def test_what_is_no_single_file_in_the_folder_is_not_replaced_by_one(models: Path, tmp_path: Path, front: Any) -> None:
     (tmp_path / "elsewhere").write_text("1")
     (models / "plain").write_text("1")

@@ -174,6 +174,9 @@ def test_certificates_of_clients_protect_the_calls_but_not_the_metrics(file: Pat
         ("auth: {jwt: {secret: 5ecret, secret_env: A}}", "server.auth.jwt.secret is not a known key"),
         ("auth: {jwt: {secret_file: a, secret_env: A}}", "needs exactly one of secret_file and secret_env"),
         ("auth: {jwt: {secret_env: A, algorithm: none}}", "server.auth.jwt.algorithm"),
+        ("auth: {keys: 5ecret}", "server.auth.keys must be a list"),
+        ("auth: {keys: [{name: a, role: 5ecret, key_file: k}]}", "server.auth.keys[0].role"),
+        ("auth: {keys: [{name: a, role: admin, key_file: [5ecret]}]}", "server.auth.keys[0].key_file must be text"),
         ("tls: {cert: a}", "server.tls.key is required; add it"),
     ],
 )

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from native_service.triton.errors import load_failure
+from native_service.triton.errors import load_failure, without_paths
 from native_service.triton.log import TritonLog
 
 
@@ -40,6 +40,21 @@ def test_information_is_quiet_and_what_models_print_is_not(caplog: pytest.LogCap
 )  # fmt: skip
 def test_a_failed_load_is_told_without_paths_and_traceback(text: str, reason: str) -> None:
     assert load_failure(text) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cannot read /models/up.onnx", "cannot read up.onnx"),
+        ("/srv/my models/.uploads/u/up.onnx is bad", "up.onnx is bad"),
+        ("see '/opt/mod\u00e8les/x y/z.onnx': no", "see 'z.onnx': no"),
+        ("file:/data/m/x", "file:x"),
+        ("/a/b or /c/d", "b or d"),
+        ("a/b of application/json, 1/2", "a/b of application/json, 1/2"),
+    ],
+)
+def test_of_a_path_only_its_last_part_is_told(text: str, told: str) -> None:
+    assert without_paths(text) == told
 
 
 def test_a_traceback_of_a_model_is_one_record(caplog: pytest.LogCaptureFixture) -> None:

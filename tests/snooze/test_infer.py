@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -29,15 +30,19 @@ pytestmark = pytest.mark.triton
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 WIDE = 10 * 2**20
 SERVICE = "/snoozeml.v1.InferenceService/"
-# Tells that it runs, and sleeps for the first number of a row.
+# Tells that it runs, and sleeps for the first number of a row; a negative one is until the file "go" is there.
 SLEEP = """
-import time
+import os, time
 from nereid_backend.hooks import register_model
 
 def preprocess(inputs):
     with open({file!r}, "a") as file:
         file.write(".")
-    time.sleep(float(inputs[0].array[0, 0]))
+    seconds = float(inputs[0].array[0, 0])
+    end = time.monotonic() + 300
+    while seconds < 0 and time.monotonic() < end and not os.path.exists({go!r}):
+        time.sleep(0.01)
+    time.sleep(max(seconds, 0))
     return inputs
 
 register_model(preprocess=preprocess)
@@ -49,7 +54,7 @@ def make(models: Path) -> None:
     write_adder(models / "ints.onnx", dtype=TensorProto.INT64)
     write_adder(models / "wide.onnx", width=WIDE)
     write_adder(models / "m.onnx", width=2)
-    write_bundle(models / "sleeper", SLEEP.format(file=str(models.parent / "runs")))
+    write_bundle(models / "sleeper", SLEEP.format(file=str(models.parent / "runs"), go=str(models.parent / "go")))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,7 @@ def snooze(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snoozing]:
     pytest.importorskip("jax")
     models = {
         "adder": {"options": {"max_batch_size": 8}},
-        "ints": {"options": {"batch_delay_ms": 50}},
+        "ints": {"options": {"batch_delay_ms": 500}},
         "wide": {},
         "m": {"options": {"load": "first_request"}},
         "sleeper": {"queue_capacity": 1},
@@ -249,60 +254,109 @@ def test_a_token_of_the_sdk_is_as_good_as_a_key_of_its_role(snooze: Snoozing, ki
         snooze.close_clients()
 
 
-def test_a_full_queue_asks_its_callers_to_come_back_in_five_seconds(
-    sdk: Any, snooze: Snoozing, kind: str
-) -> None:  # 17
-    clients = [snooze.client(INF, kind=kind) for _ in range(6)]
+class Held:
+    """The sleeper's calls of ``WAIT`` wait until ``let_go``."""
 
-    def ask(client: Any) -> Any:
-        try:
-            return client.infer("sleeper", sleep(1))
-        except snoozeml.SnoozeError as error:
-            return error
+    def __init__(self, folder: Path) -> None:
+        self._runs, self._go = folder / "runs", folder / "go"
+        self._runs.touch()
+        self._go.unlink(missing_ok=True)
 
-    with ThreadPoolExecutor(len(clients)) as pool:
-        answers = list(pool.map(ask, clients))
-        refused = [answer for answer in answers if isinstance(answer, Exception)]
-        assert 0 < len(refused) < len(answers)
-        assert {(type(error), error.retry_after, error.grpc_code) for error in refused} == {
-            (snoozeml.ResourceExhaustedError, 5, "RESOURCE_EXHAUSTED")
-        }
+    @property
+    def runs(self) -> int:
+        """The calls that have reached the model so far."""
+        return self._runs.stat().st_size
+
+    def let_go(self) -> None:
+        self._go.touch()
+
+
+WAIT = sleep(-1)
+WAITED = 2 * WAIT["x"]
+
+
+@pytest.fixture
+def held(snooze: Snoozing) -> Iterator[Held]:
+    holding = Held(snooze.models.parent)
+    try:
+        yield holding
+    finally:
+        holding.let_go()
 
 
 @contextmanager
-def sleeping(snooze: Snoozing, seconds: float) -> Iterator[Future[Any]]:
-    """A call of the sleeper that runs."""
-    runs = snooze.models.parent / "runs"
-    runs.touch()
-    before = runs.stat().st_size
+def waiting(snooze: Snoozing, held: Held) -> Iterator[Future[Any]]:
+    """A call of the sleeper that runs and waits."""
+    before = held.runs
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(snooze.client(INF).infer, "sleeper", sleep(seconds), timeout=60)
-        while runs.stat().st_size == before:
-            assert not running.done()
-            time.sleep(0.01)
-        yield running
+        running = pool.submit(once_free, lambda: snooze.client(INF).infer("sleeper", WAIT, timeout=300))
+        try:
+            while held.runs == before:
+                assert not running.done()
+                time.sleep(0.01)
+            yield running
+        finally:
+            held.let_go()
 
 
-def test_a_call_that_is_refused_succeeds_when_it_is_tried_again(snooze: Snoozing) -> None:  # 17
-    client = snooze.client(INF)
-    with sleeping(snooze, 3) as running:
-        with pytest.raises(snoozeml.ResourceExhaustedError):
-            client.infer("sleeper", sleep(0))
-        np.testing.assert_array_equal(client.infer("sleeper", sleep(0), retries=3).get_numpy("y"), np.zeros((1, 4)))
-        assert running.result().model_id == "sleeper"
+def once_free(call: Callable[[], Any]) -> Any:
+    """``call`` as soon as the server has its permit back from the call before, which takes it a moment."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return call()
+        except snoozeml.ResourceExhaustedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def test_a_full_queue_asks_its_callers_to_come_back_in_five_seconds(
+    sdk: Any, snooze: Snoozing, held: Held
+) -> None:  # 17
+    with waiting(snooze, held) as running:
+        for _ in range(5):
+            with pytest.raises(snoozeml.ResourceExhaustedError) as caught:
+                sdk(INF).infer("sleeper", sleep(0))
+            assert (caught.value.retry_after, caught.value.grpc_code) == (5, "RESOURCE_EXHAUSTED")
+        held.let_go()
+        np.testing.assert_array_equal(running.result().get_numpy("y"), WAITED)
+
+
+def test_a_call_that_is_refused_succeeds_when_it_is_tried_again(
+    snooze: Snoozing, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 17
+    client, waits = snooze.client(INF), []
+    with waiting(snooze, held) as running:
+
+        def sleep_instead(seconds: float) -> None:
+            waits.append(seconds)
+            held.let_go()
+            running.result()
+            time.sleep(0.1)
+
+        monkeypatch.setattr("snoozeml.client.time", SimpleNamespace(**{**vars(time), "sleep": sleep_instead}))
+        np.testing.assert_array_equal(client.infer("sleeper", sleep(0), retries=100).get_numpy("y"), np.zeros((1, 4)))
+        assert waits[0] >= 5
     snooze.close_clients()
 
 
-def test_the_time_a_client_gives_its_call_ends_it(sdk: Any) -> None:  # 18
-    begun = time.monotonic()
-    with pytest.raises(snoozeml.InferenceTimeoutError) as caught:
-        sdk(INF).infer("sleeper", sleep(3), client_timeout_ms=50)
-    assert (caught.value.status_code, caught.value.grpc_code) == (504, "DEADLINE_EXCEEDED")
-    assert time.monotonic() - begun < 3
+@pytest.mark.parametrize("limit", ["client_timeout_ms", "timeout"])
+def test_the_time_a_client_gives_its_call_ends_it(sdk: Any, held: Held, limit: str) -> None:  # 18
+    client, before = sdk(INF), held.runs
+    for seconds in (0.2, 1, 5, 25):
+        times = {"client_timeout_ms": int(1000 * seconds), "timeout": 60} if limit != "timeout" else {limit: seconds}
+        with pytest.raises(snoozeml.InferenceTimeoutError) as caught:
+            once_free(lambda: client.infer("sleeper", WAIT, **times))  # noqa: B023 - called here
+        assert (caught.value.status_code, caught.value.grpc_code) == (504, "DEADLINE_EXCEEDED")
+        if held.runs > before:
+            break
+    assert held.runs > before
+    # The server has ended it, too: the only permit is free, though the model still waits.
     with pytest.raises(snoozeml.InferenceTimeoutError):
-        sdk(INF).infer("sleeper", sleep(0.5), timeout=0.2)
-    # The server has ended them, too: the only permit is free.
-    answer = sdk(INF).infer("sleeper", sleep(0), client_timeout_ms=20_000, timeout=60)
+        once_free(lambda: client.infer("sleeper", sleep(0), client_timeout_ms=200, timeout=60))
+    held.let_go()
+    answer = once_free(lambda: client.infer("sleeper", sleep(0), client_timeout_ms=60_000, timeout=90))
     np.testing.assert_array_equal(answer.get_numpy("y"), np.zeros((1, 4)))
 
 
@@ -392,9 +446,9 @@ def test_the_frames_of_a_stream_are_not_refused_for_each_other(stub: Stub) -> No
     assert len(list(stub.stream(naps(), metadata=KEY))) == 3
 
 
-def test_calls_that_meet_a_dead_triton_say_so_and_later_ones_are_answered(snooze: Snoozing) -> None:  # 33
+def test_calls_that_meet_a_dead_triton_say_so_and_later_ones_are_answered(snooze: Snoozing, held: Held) -> None:  # 33
     client = snooze.client(INF)
-    with sleeping(snooze, 30) as running:
+    with waiting(snooze, held) as running:
         os.kill(triton_of(snooze), signal.SIGKILL)
         with pytest.raises(snoozeml.SnoozeConnectionError):
             running.result()

@@ -22,6 +22,7 @@ from nereid_backend.errors import SettingsError
 Read = Callable[..., Settings]
 
 KEY = "sk-somebody-elses-secret"
+ROW = {"device": "cpu", "queue_capacity": 1}
 
 
 @pytest.fixture
@@ -118,6 +119,17 @@ def test_keys_of_the_command_line_are_let_in_beside_those_of_the_file(read: Read
     assert known.tokens.secret == b"secret-of-the-line"
 
 
+def test_one_key_may_be_said_twice_but_not_with_two_roles(read: Read) -> None:
+    text = f'[[auth.api_keys]]\nrole = "admin"\nkey = "{KEY}"\n'
+    auth = read(text, keys=[("admin", KEY)]).server.auth
+    assert auth is not None
+    assert [role.name for role in credentials.read(auth).keys.values()] == ["ADMIN"]
+    auth = read(text, keys=[("inference", KEY)]).server.auth
+    assert auth is not None
+    with pytest.raises(SettingsError, match="is the key of another name as well"):
+        credentials.read(auth)
+
+
 def test_auth_that_is_switched_off_lets_everybody_in(read: Read) -> None:
     assert read(f'[auth]\nenabled = false\n[[auth.api_keys]]\nrole = "admin"\nkey = "{KEY}"').server.auth is None
 
@@ -159,6 +171,11 @@ def test_brokers_are_refused_and_unknown_keys_warned_of(read: Read, caplog: pyte
         (f"[auth]\napi_keys = ['{KEY}']", "auth.api_keys[0] must be a mapping"),
         (f"[[auth.api_keys]]\nrole = 'admin'\nkey = ['{KEY}']", "auth.api_keys[0].key must be text"),
         (f"[auth]\njwt = '{KEY}'", "auth.jwt must be a mapping"),
+        (f"[auth]\napi_keys = '{KEY}'", "auth.api_keys must be a list"),
+        (f"[[auth.api_keys]]\nrole = '{KEY}'\nkey = 'admin'", "auth.api_keys[0].role must be one of read_only"),
+        (f"[auth]\nenabled = '{KEY}'", "auth.enabled must be true or false"),
+        (f"auth = '{KEY}'", "auth must be a mapping"),
+        ("[defaults]\nmax_batch_size = 2147483648", "defaults.max_batch_size must be less than 2147483648"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line_without_a_secret(read: Read, text: str, message: str) -> None:
@@ -191,5 +208,38 @@ def test_an_uploaded_model_has_its_settings_again_after_a_restart(read: Read, tm
     assert read("").models == (model,)
     # What the file says of it counts more.
     assert read("[[models]]\nid = 'up'\npath = 'up.onnx'").models[0].options.idle_timeout_s == 300.0
+    # In nereid.yaml, where what is not listed is served.
+    yaml = {"server": {"bind_addr": "127.0.0.1:0", "ml_backends_path": "."}, "models": []}
+    for others, found in (({"others": {}}, (model,)), ({"models": [{**ROW, "name": "listed"}]}, ())):
+        (tmp_path / "nereid.yaml").write_text(json.dumps({**yaml, **others}))
+        its = models_file.load_any(tmp_path / "nereid.yaml", CommandLine())
+        assert tuple(each for each in its.models if each.name != "listed") == found
     (tmp_path / uploaded.FOLDER / "models.json").write_text(json.dumps([{"name": 1}]))
     assert read("").models == ()
+
+
+def test_what_is_remembered_of_others_stays_and_of_files_that_have_gone_does_not(read: Read, tmp_path: Path) -> None:
+    others = read("").others
+    assert others is not None
+
+    def remember(name: str) -> None:
+        options = others.options.model_copy(update={"path": f"{name}.onnx"})
+        uploaded.remember(tmp_path, others.named(name).model_copy(update={"options": options}))
+
+    for name in ("first", "gone", "second"):
+        (tmp_path / f"{name}.onnx").touch()
+        remember(name)
+    (tmp_path / "gone.onnx").unlink()
+    place = tmp_path / uploaded.FOLDER / "models.json"
+    newer = {"name": "newer", "a_key_of_another_version": [1]}
+    place.write_text(json.dumps([*json.loads(place.read_text()), newer]))
+    assert [model.name for model in read("").models] == ["first", "second"]
+    remember("first")
+    kept = json.loads(place.read_text())
+    assert [each["name"] for each in kept] == ["second", "newer", "first"]
+    assert newer in kept
+    for junk in ("{", "5", "[[]]", '[{"name": "x", "options": {"path": "\\u0000"}}]'):
+        place.write_text(junk)
+        assert read("").models == ()
+        remember("first")
+        assert [model.name for model in read("").models] == ["first"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +18,7 @@ from aiohttp import ClientSession, FormData, UnixConnector, web
 from snoozeml.exceptions import map_http_error
 
 from native_service.edge.half_sent import HalfSent
+from native_service.kserve import http
 from native_service.nereid.checkpoint import Budget
 from native_service.settings import Limits, ModelSettings, OtherModels, ServerSettings
 from native_service.snooze import rest
@@ -45,7 +47,9 @@ class World:
             **{"bind_addr": "127.0.0.1:0", "ml_backends_path": str(folder), "allow_model_control": True, **server}
         )
         self.fail: BaseException | None = None
+        self.fail_to_pin: BaseException | None = None
         self.is_there = True
+        self.budget = Budget(2**20)
         self.gate = asyncio.Event()
         self.gate.set()
         self.adopted: list[tuple[ModelSettings, bytes]] = []
@@ -62,7 +66,12 @@ class World:
         if self.fail is not None:
             raise self.fail
 
-    load = unload = pin = unpin = do
+    async def pin(self, name: str) -> None:
+        await self.do(name)
+        if self.fail_to_pin is not None:
+            raise self.fail_to_pin
+
+    load = unload = unpin = do
 
     async def refresh(self) -> None:
         await self.do("")
@@ -89,7 +98,11 @@ class World:
     def front(self) -> Any:
         inference = SimpleNamespace(calls=Calls(), half_sent=HalfSent())
         return SimpleNamespace(
-            inference=inference, budget=Budget(2**20), limits=Limits(), snooze=None, is_ready=self.is_ready
+            inference=inference,
+            budget=self.budget,
+            limits=Limits(max_message_bytes=2**16),
+            snooze=SimpleNamespace(counted=inference.calls.watched),
+            is_ready=self.is_ready,
         )
 
 
@@ -262,3 +275,63 @@ def test_a_broken_file_is_the_caller_s_mistake_and_shows_no_path(run: Callable[.
         assert [*(tmp_path / FOLDER).iterdir()] == []
 
     run(scenario)
+
+
+def test_an_upload_that_cannot_be_pinned_is_there_and_says_so(run: Callable[..., None]) -> None:
+    async def scenario(world: World, client: ClientSession) -> None:
+        world.fail_to_pin = ResourceExhausted("all models are busy", 5)
+        data = form()
+        data.add_field("pinned", "true")
+        async with client.post("/v1/models/upload", data=data) as answer:
+            assert (answer.status, (await answer.json())["pinned"]) == (200, False)
+        assert [model.name for model, _ in world.adopted] == ["up"]
+
+    run(scenario)
+
+
+def told_by_aiohttp(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.exc_info is not None]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br"])
+def test_a_body_in_a_coding_that_it_is_not_in_costs_no_line_of_the_log(
+    run: Callable[..., None], caplog: pytest.LogCaptureFixture, coding: str
+) -> None:
+    async def scenario(world: World, client: ClientSession) -> None:
+        headers = {"Content-Encoding": coding}
+        async with client.get("/health/live", data=b"junk", headers=headers) as answer:
+            assert answer.status == 200
+        for path in ("upload", "m/infer"):
+            kind = {"Content-Type": "multipart/form-data; boundary=b"}
+            async with client.post(f"/v1/models/{path}", data=b"junk", headers={**headers, **kind}) as answer:
+                assert (answer.status, "odin" in (await answer.json())["error"]) == (400, True)
+        assert world.adopted == []
+
+    run(scenario)
+    assert told_by_aiohttp(caplog) == []
+
+
+def test_a_little_body_that_becomes_much_is_cut_at_the_limit(run: Callable[..., None]) -> None:
+    async def scenario(world: World, client: ClientSession) -> None:
+        data, headers = gzip.compress(bytes(100 * 2**20)), {"Content-Encoding": "gzip"}
+        async with client.post("/v1/models/m/infer", data=data, headers=headers) as answer:
+            assert (answer.status, "max_message_bytes" in (await answer.json())["error"]) == (413, True)
+        async with client.post("/v1/models/m/infer", data=gzip.compress(b"{}"), headers=headers) as answer:
+            assert "inputs" in (await answer.json())["error"]
+        assert world.budget.used_bytes == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("server", [rest, http])
+def test_a_body_that_is_not_http_s_is_the_caller_s_mistake(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As aiohttp's parser in Python tells it; the one in C answers by itself."""
+    error = web.RequestPayloadError("b'ZZ' is no size of a chunk")
+
+    async def reads(_request: Any) -> Any:
+        raise error
+
+    answer = asyncio.run(server._errors_told(SimpleNamespace(match_info={}), reads))
+    assert (answer.status, json.loads(answer.text)) == (400, {"error": http.NO_BODY})
+    server._LOG.error("unhandled", exc_info=error)
+    assert told_by_aiohttp(caplog) == []
