@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import snoozeml
+from live import stubs
 from serving import write_adder
 from snoozing import ADM, Snoozing, snoozing
 
@@ -117,6 +119,20 @@ def test_the_one_place_goes_to_whom_is_called_unless_a_pinned_model_has_it(sdk: 
     assert caught.value.retry_after == 5
     client.models.unpin("a")
     assert_adds_one(client.infer("b", INPUT))
+
+
+def test_a_client_that_hangs_up_does_not_leave_half_of_an_unload(sdk: Any, snooze: Snoozing) -> None:
+    client = sdk()
+    host, port = snooze.served.state["rest"].split(":")
+    for pause_s in (0.02, 0.04, 0.06, 0.1, 0.2):
+        assert_adds_one(client.infer("a", INPUT))
+        with socket.create_connection((host, int(port))) as hasty:
+            hasty.sendall(f"POST /v1/models/a/unload HTTP/1.1\r\nhost: x\r\nx-api-key: {ADM}\r\n\r\n".encode())
+            time.sleep(pause_s)
+    client.models.unload("a")
+    until(lambda: state(client, "a") == "idle" and not stubs(snooze.served, "a"))
+    time.sleep(1)  # four looks for dead models
+    assert (state(client, "a"), stubs(snooze.served, "a")) == ("idle", set())
 
 
 def test_many_first_callers_wait_for_one_load(snooze: Snoozing) -> None:  # 19
