@@ -304,9 +304,9 @@ class Residency:
                 if not self._is_open(callee):
                     await self._load_once(callee)
             async with self._room:
-                if not self._is_loaded(name):
+                if not (self._is_loaded(name) or stay.holds):  # one that is leaving has its room still
                     await self._make_room(name)
-                stay.holds += 1  # also where it is about to leave
+                stay.holds += 1
                 has_room = True
             if await self._enter(name):
                 stay.since = time.monotonic()

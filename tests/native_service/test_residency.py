@@ -330,6 +330,19 @@ def test_an_idle_model_that_is_taken_for_dead_is_not_loaded(tmp_path: Path) -> N
     run(made(tmp_path, a=KEPT), scenario)
 
 
+def test_a_call_that_comes_while_its_model_leaves_finds_its_place_free(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.load("a")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.residency.unload("a"))
+            await asyncio.sleep(world.random.random() * 0.3)
+            async with world.residency.using("a"):
+                assert world.triton.loaded == {"a"}
+
+    for seed in SEEDS:
+        run(made(tmp_path, ResidencySettings(max_loaded_models=1), seed=seed, a=KEPT), scenario)
+
+
 def test_a_model_pinned_while_it_is_about_to_go_stays(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.residency.load("a")
