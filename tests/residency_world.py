@@ -66,6 +66,7 @@ class Triton:
         self.loads: Counter[str] = Counter()
         self.broken: set[str] = set()
         self.large: set[str] = set()
+        self.dead: set[str] = set()
         self.load_s: float | None = None
         self._changing: set[str] = set()
 
@@ -85,13 +86,16 @@ class Triton:
     async def unload(self, model: str) -> None:
         assert model not in self._changing, f"two changes of {model} at a time"
         assert not self._world.in_triton[model], f"{model} is unloaded while it runs"
-        self.loaded.discard(model)
         self._changing.add(model)
-        await self._world.pass_time(0.1)
-        self._changing.discard(model)
+        try:
+            await self._world.pass_time(0.1)
+            self.loaded.discard(model)
+        finally:
+            self.dead.discard(model)
+            self._changing.discard(model)
 
     def find_dead(self) -> frozenset[str]:
-        return frozenset()
+        return frozenset(self.dead)
 
     def processes_of(self, model: str) -> list[int]:
         return [self._world.names.index(model)] if model in self.loaded else []
@@ -128,22 +132,27 @@ class World:
 
     async def start(self) -> None:
         for name, options in self._options.items():
-            staged = self._folder / "staging" / name
-            (staged / name / "1").mkdir(parents=True)
-            settings = ModelSettings(name=name, device="cpu", queue_capacity=64, options=options)
-            calls = self.callees.get(name)
-            hidden = name.startswith("hidden")
-            source = Source(self._folder / name, settings, calls, hidden)
-            idle = self.residency.begins_idle(source)
-            if not idle:
-                for callee in calls or ():
-                    await self.residency.wake(callee)
-            await self.catalogue.put(source, Converted(ModelSpec(name, "fake", "fake", (), (), ()), staged), idle=idle)
-            await self.residency.arrived(name)
+            await self.put(name, options)
         front: Any = SimpleNamespace(start=self._set_models, set_models=self._set_models)
         nothing: Any = None
         await self.catalogue.open(front, nothing, None)
         self.residency.open(self._traffic)
+
+    async def put(self, name: str, options: ModelOptions) -> None:
+        """Serve a model of that name, as new ones are."""
+        staged = self._folder / "staging" / name
+        (staged / name / "1").mkdir(parents=True)
+        settings = ModelSettings(name=name, device="cpu", queue_capacity=64, options=options)
+        source = Source(self._folder / name, settings, self.callees.get(name), name.startswith("hidden"))
+        self.names += [] if name in self.names else [name]
+        idle = self.residency.begins_idle(source)
+        if not idle:
+            for callee in source.calls or ():
+                await self.residency.wake(callee)
+        await self.catalogue.put(source, Converted(ModelSpec(name, "fake", "fake", (), (), ()), staged), idle=idle)
+        await self.residency.arrived(name)
+        if idle:
+            await self.residency.begin(source)
 
     async def pass_time(self, most_s: float) -> None:
         """Anything from nothing to ``most_s``."""

@@ -276,12 +276,18 @@ class Catalogue:
             await self._publish(self._served)
 
     async def revive(self, name: str) -> bool:
-        """Start again what has died of ``name`` and route to it; whether anything had. Raises NereidError."""
+        """Start again what has died of ``name`` and route to it; whether anything had. Raises NereidError.
+
+        What is idle is unloaded once more instead: its next call loads it.
+        """
         async with self._turns[name]:
             dead = self._triton.find_dead()
             model = self._served.get(name)
             lost = [] if model is None else [each for each in model.triton_models if each in dead]
-            if model is not None:
+            if model is not None and model.place is Place.IDLE:
+                await self._unload(lost)
+                lost = []
+            elif model is not None:
                 for each, behind in model.loads(at_once=len(lost) == len(model.triton_models)):
                     if each in dead:
                         await self._load_anew(each, behind)

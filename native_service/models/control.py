@@ -121,10 +121,18 @@ class ModelControl:
 
     async def load_converted(self, converted: Sequence[tuple[Source, Converted]]) -> None:
         """Load what ``convert`` gave. Raises ModelLoadError with a line per model that failed."""
-        problems = []
+        problems, begun = [], []
         for source, staged in converted:
             try:
-                await self._serve(source, staged)
+                begun += [source] * await self._place(source, staged)
+            except TritonUnavailable:
+                raise
+            except NereidError as error:
+                problems.append(str(error))
+        # Those that are pinned come first where there is no room for all.
+        for source in sorted(begun, key=lambda source: not source.settings.options.pinned):
+            try:
+                await self._begin(source)
             except TritonUnavailable:
                 raise
             except NereidError as error:
@@ -279,7 +287,7 @@ class ModelControl:
                 staged = await self._stage(Source(file, model), converter, {})
             await asyncio.to_thread(durable.swap_in, file, target, replace=was_there)
             try:
-                await self._serve(Source(target, model), staged)
+                await self._serve(Source(target, model), staged, must_fit=model.options.pinned)
             except BaseException:
                 await asyncio.to_thread(_undo_swap, file, target, was_there)
                 raise
@@ -302,7 +310,12 @@ class ModelControl:
     async def _put(self, source: Source, converter: Converter) -> None:
         await self._serve(source, await self._stage(source, converter, self._catalogue.specs))
 
-    async def _serve(self, source: Source, staged: Converted) -> None:
+    async def _serve(self, source: Source, staged: Converted, *, must_fit: bool = False) -> None:
+        if await self._place(source, staged):
+            await self._begin(source, must_fit=must_fit)
+
+    async def _place(self, source: Source, staged: Converted) -> bool:
+        """Serve ``staged``; whether it is new and has begun idle."""
         idle = self._residency.begins_idle(source)
         if not (idle or self._residency.is_idle(source.name)):
             for callee in source.calls or ():
@@ -312,6 +325,22 @@ class ModelControl:
         await self._residency.arrived(source.name)
         what = "keeps" if self._residency.is_idle(source.name) else "loaded"
         _LOG.info("%s %s (%s on %s)", what, source.name, staged.spec.engine, staged.spec.device)
+        return idle
+
+    async def _begin(self, source: Source, *, must_fit: bool = False) -> None:
+        """Load ``source``, which has begun idle, if it need not wait for a call. Raises NereidError; then it has gone.
+
+        Unless it ``must_fit`` one that there is no room for stays idle.
+        """
+        try:
+            with self._records.loading(source.name):
+                await self._residency.begin(source)
+        except NereidError as error:
+            if not isinstance(error, ResourceExhausted) or must_fit:
+                await self._catalogue.remove(source.name)
+                raise
+            self._records[source.name].failure = None
+            _LOG.warning("%s; its next call loads it", error)
 
     async def _stage(self, source: Source, converter: Converter, others: Mapping[str, ModelSpec]) -> Converted:
         as_it_is = await asyncio.to_thread(fingerprint, source.path)

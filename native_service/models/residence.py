@@ -46,13 +46,14 @@ class Residences:
 
 @dataclass(slots=True)
 class Stay:
-    """What is known of one model; times are monotonic. ``closed``: calls wait though it is in Triton. ``holds``: so
-    many changes are under way for which its room is kept."""
+    """What is known of one model; times are monotonic. ``closed``: so many changes have its calls wait though it
+    is in Triton. ``holds``: for so many its room is kept. ``pinning``: so many pins are not done yet."""
 
     running: int = 0
     waiting: int = 0
-    closed: bool = False
+    closed: int = 0
     pinned: bool | None = None
+    pinning: int = 0
     traffic: Traffic = NO_CALLS
     loading: asyncio.Task[None] | None = None
     holds: int = 0

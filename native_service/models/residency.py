@@ -24,8 +24,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from native_service.envoy.admin import Traffic
 from native_service.envoy.listeners import QUEUE_FULL
@@ -53,6 +54,8 @@ from nereid_backend.errors import ModelLoadError, ModelLoading, NereidError, Not
 
 _LOG = logging.getLogger("nereid.models")
 
+T = TypeVar("T")
+
 _RETRY_AFTER_S = 5
 # Between two looks: often where it matters when a model was called last, else for who asks how models are.
 _LOOK_S, _SELDOM_S, _MEASURE_S = 0.5, 5.0, 10.0
@@ -74,6 +77,7 @@ class Residency:
         self.settings = settings
         self._traffic: Callable[[], Awaitable[Mapping[str, Traffic]]] = _no_traffic
         self._stays: defaultdict[str, Stay] = defaultdict(Stay)
+        self._changes: set[asyncio.Task[Any]] = set()
         self._room = asyncio.Lock()
         self._came = asyncio.Event()
         self._measured = 0.0
@@ -85,11 +89,19 @@ class Residency:
         self._traffic = traffic
 
     def begins_idle(self, source: Source) -> bool:
-        """Whether a model that is new is not loaded until it is called: as it asks, or as there is no room for it."""
-        options, name = source.settings.options, source.name
-        if name in self._catalogue.served or options.pinned:
-            return False
-        return options.load == "first_request" or bool(self._lack(0, hidden=source.hidden))
+        """Whether a model is idle when it comes: new ones where room is bounded, and those that wait for a call."""
+        options = source.settings.options
+        on_call = options.load == "first_request" and not options.pinned
+        return source.name not in self._catalogue.served and (self._is_bounded or on_call)
+
+    async def begin(self, source: Source) -> None:
+        """Load a model that has begun idle: one that is pinned, or that nobody has to call first and there is room for.
+
+        Raises what ``wake`` does.
+        """
+        wanted = source.settings.options.load == "start" and not self._lack(0, hidden=source.hidden)
+        if self._is_pinned(source.name) or wanted:
+            await self.wake(source.name)
 
     async def arrived(self, name: str) -> None:
         """``name`` has come, or another version of it."""
@@ -193,12 +205,15 @@ class Residency:
     async def pin(self, name: str) -> None:
         """Load ``name`` and keep it in Triton. Raises NereidError; then it is as it was."""
         self._check_public(name)
-        before, self._stays[name].pinned = self._stays[name].pinned, True
+        await self._to_its_end(self._pin(name, self._stays[name]))
+
+    async def _pin(self, name: str, stay: Stay) -> None:
+        stay.pinning += 1
         try:
             await self.wake(name)
-        except NereidError:
-            self._stays[name].pinned = before
-            raise
+            stay.pinned = True
+        finally:
+            stay.pinning -= 1
 
     async def unpin(self, name: str) -> None:
         """Let ``name`` go as any other; it is not unloaded by this. Raises NotFound."""
@@ -220,11 +235,22 @@ class Residency:
                 _LOG.exception("unloading idle models failed in a way nobody planned for; trying again")
 
     async def stop(self) -> None:
-        """Cut the loads that are under way."""
-        loads = [stay.loading for stay in self._stays.values() if stay.loading is not None]
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        """Cut the changes that are under way."""
+        changes = tuple(self._changes)
+        for change in changes:
+            change.cancel()
+        await asyncio.gather(*changes, return_exceptions=True)
+
+    def _begin_change(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A change of a model goes on when whoever asked for it leaves: half of one would be neither."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._begin_change(change))
 
     def _has_to_know(self) -> bool:
         """Whether a model may have to go that is in Triton now."""
@@ -253,8 +279,10 @@ class Residency:
         return self._is_loaded(name) and not self._stays[name].closed
 
     def _is_pinned(self, name: str) -> bool:
-        asked, model = self._stays[name].pinned, self._catalogue.served.get(name)
-        return asked if asked is not None else model is not None and model.source.settings.options.pinned
+        stay, model = self._stays[name], self._catalogue.served.get(name)
+        if stay.pinned is not None or stay.pinning:
+            return stay.pinning > 0 or bool(stay.pinned)
+        return model is not None and model.source.settings.options.pinned
 
     def _loaded_callers(self, name: str) -> list[str]:
         """The meta models that need ``name``: those in Triton, or on their way there."""
@@ -264,8 +292,7 @@ class Residency:
     async def _load_once(self, name: str) -> None:
         stay = self._stays[name]
         if stay.loading is None:
-            stay.loading = asyncio.create_task(self._load(name))
-            stay.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            stay.loading = self._begin_change(self._load(name))
         await asyncio.shield(stay.loading)
 
     async def _load(self, name: str) -> None:
@@ -277,9 +304,9 @@ class Residency:
                 if not self._is_open(callee):
                     await self._load_once(callee)
             async with self._room:
-                if not self._is_loaded(name):
+                if not (self._is_loaded(name) or stay.holds):  # one that is leaving has its room still
                     await self._make_room(name)
-                stay.holds += 1  # also where it is about to leave
+                stay.holds += 1
                 has_room = True
             if await self._enter(name):
                 stay.since = time.monotonic()
@@ -386,17 +413,22 @@ class Residency:
 
     async def _leave(self, name: str, *, insist: bool) -> bool:
         """Unload ``name``; whether it has gone. One that ``insist`` has its calls wait from the start."""
-        stay = self._stays[name]
-        stay.closed = insist
+        return await self._to_its_end(self._leave_now(name, self._stays[name], insist))
+
+    async def _leave_now(self, name: str, stay: Stay, insist: bool) -> bool:
+        closes = insist
+        stay.closed += closes
         stay.holds += 1  # it may have to stay
         deadline = time.monotonic() + _LAST_CALLS_S
 
         async def is_over() -> bool:
+            nonlocal closes
             while True:
                 await self.look()
                 # Who comes to call it from here on finds it closed, and waits.
-                if not stay.is_busy and (insist or not self._loaded_callers(name)):
-                    stay.closed = True
+                if not stay.is_busy and (insist or not (self._is_pinned(name) or self._loaded_callers(name))):
+                    stay.closed += not closes
+                    closes = True
                     return True
                 if not insist or time.monotonic() > deadline:
                     return insist
@@ -406,7 +438,7 @@ class Residency:
             return await self._catalogue.leave(name, is_over)
         finally:
             stay.holds -= 1
-            stay.closed = False
+            stay.closed -= closes
 
     async def _sweep(self) -> None:
         await self.look()

@@ -104,10 +104,8 @@ class RestServer:
                 web.post(_MODEL + "/infer", self._infer),
                 web.post(_MODEL + "/load", self._order(self._residency.load, {"status": "loaded"})),
                 web.post(_MODEL + "/unload", self._order(self._residency.unload, {"status": "unloaded"})),
-                web.post(_MODEL + "/pin", self._order(self._residency.pin, {"status": "pinned", "pinned": True})),
-                web.post(
-                    _MODEL + "/unpin", self._order(self._residency.unpin, {"status": "unpinned", "pinned": False})
-                ),
+                web.post(_MODEL + "/pin", self._order(self._pin, {"status": "pinned", "pinned": True})),
+                web.post(_MODEL + "/unpin", self._order(self._unpin, {"status": "unpinned", "pinned": False})),
             ]
         )
         # A client that goes ends its call: its permit is free and the model may skip it.
@@ -166,6 +164,20 @@ class RestServer:
 
         return answer
 
+    async def _pin(self, name: str) -> None:
+        await _to_its_end(self._pinning(self._residency.pin, name, pinned=True))
+
+    async def _unpin(self, name: str) -> None:
+        await _to_its_end(self._pinning(self._residency.unpin, name, pinned=False))
+
+    async def _pinning(self, do: Callable[[str], Awaitable[None]], name: str, *, pinned: bool) -> None:
+        await do(name)
+        try:
+            async with self._remembering:
+                await asyncio.to_thread(uploaded.remember_pin, self._server.folder, name, pinned=pinned)
+        except RepositoryError as error:
+            _LOG.warning("%s; after a restart it is pinned or not as before", error)
+
     async def _refresh(self, request: web.Request) -> web.Response:
         with self._front.inference.calls.watched(SURFACE, HttpContext(request)):
             self._check_control()
@@ -205,6 +217,8 @@ class RestServer:
         changes = keys.options
         if upload.description is not None:
             changes["description"] = upload.description
+        if (residence := self._residency.states().get(name)) is not None:
+            changes.setdefault("pinned", residence.pinned)
         options = base.options.model_validate({**base.options.model_dump(), **changes})
         model = base.model_copy(update={"options": options, "device": keys.own_device or base.device})
         try:

@@ -60,6 +60,14 @@ def remember(folder: Path, model: ModelSettings) -> None:
         raise RepositoryError(f"the settings of {model.name!r} cannot be kept ({error.strerror})") from None
 
 
+def remember_pin(folder: Path, name: str, *, pinned: bool) -> None:
+    """Keep whether ``name`` is pinned, if it is an uploaded model. Raises RepositoryError."""
+    for model in entries(folder):
+        if model.name == name and model.options.pinned != pinned:
+            options = model.options.model_copy(update={"pinned": pinned})
+            remember(folder, model.model_copy(update={"options": options}))
+
+
 def _known(folder: Path) -> list[Any]:
     """What the file holds. Raises OSError."""
     path = folder / FOLDER / _FILE

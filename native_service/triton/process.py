@@ -279,8 +279,9 @@ class TritonServer:
             raise ModelLoadError(f"model {model!r} could not be unloaded: {reason}") from None
         else:
             self._loaded.pop(model, None)
-            self._record.forget(model)
         finally:
+            # Also when nobody knows whether Triton did it: should its processes end, that was asked for.
+            self._record.forget(model)
             self._loading.discard(model)
 
     async def share_memory(self, name: str, size_bytes: int) -> None:

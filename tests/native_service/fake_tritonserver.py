@@ -1,7 +1,8 @@
 """A tritonserver of a few lines, started as a program: answers what the supervisor asks and misbehaves on request.
 
 A model's name says how it behaves: ``hangs`` loads until its process is killed, ``stuck`` whatever is killed,
-``broken`` fails with Triton's own words, ``dies`` takes the server down. ``FAKE_TRITON`` in the environment:
+``broken`` fails with Triton's own words, ``clinging`` has a process that ends though its unload fails, ``dies`` takes
+the server down. ``FAKE_TRITON`` in the environment:
 ``port-taken-once`` (then FAKE_TRITON_NOTE is a file that says it happened), ``refuses`` (exits with an error),
 ``ignores-sigterm``.
 """
@@ -20,6 +21,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 STOP = Event()
+STUBS: list[subprocess.Popen[bytes]] = []
 options = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
 mode = os.environ.get("FAKE_TRITON", "")
 
@@ -39,6 +41,9 @@ def load(request: pb.RepositoryModelLoadRequest, context: grpc.ServicerContext) 
         subprocess.run([sys.executable, "-c", "import time; time.sleep(3600)", script])
         reason = "load failed for model 'hangs': version 1 is at UNAVAILABLE state: Internal: Stub process 'hangs_0_0'"
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{reason} is not healthy.")
+    if request.model_name == "clinging":
+        script = Path(options["model-repository"], "clinging", "1", "model.py")
+        STUBS.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", script]))
     if request.model_name == "stuck":
         time.sleep(3600)
     if request.model_name == "dies":
@@ -51,6 +56,14 @@ def load(request: pb.RepositoryModelLoadRequest, context: grpc.ServicerContext) 
             " installed\n\nAt:\n  /srv/models/broken/1/model.py(7): initialize\n;",
         )
     return pb.RepositoryModelLoadResponse()
+
+
+def unload(request: pb.RepositoryModelUnloadRequest, context: grpc.ServicerContext) -> pb.RepositoryModelUnloadResponse:
+    if request.model_name == "clinging":
+        STUBS[0].kill()
+        STUBS.pop(0).wait()
+        context.abort(grpc.StatusCode.INTERNAL, "no such luck")
+    return pb.RepositoryModelUnloadResponse()
 
 
 def method(call: object, request: type, response: type) -> grpc.RpcMethodHandler:
@@ -85,8 +98,7 @@ def main() -> None:
                              pb.ServerLiveRequest, pb.ServerLiveResponse),
         "ServerReady": method(lambda _r, _c: pb.ServerReadyResponse(ready=True),
                               pb.ServerReadyRequest, pb.ServerReadyResponse),
-        "RepositoryModelUnload": method(lambda _r, _c: pb.RepositoryModelUnloadResponse(),
-                                        pb.RepositoryModelUnloadRequest, pb.RepositoryModelUnloadResponse),
+        "RepositoryModelUnload": method(unload, pb.RepositoryModelUnloadRequest, pb.RepositoryModelUnloadResponse),
         "RepositoryModelLoad": method(load, pb.RepositoryModelLoadRequest, pb.RepositoryModelLoadResponse),
         "ModelInfer": method(lambda r, _c: pb.ModelInferResponse(model_name=r.model_name),
                              pb.ModelInferRequest, pb.ModelInferResponse),

@@ -17,13 +17,14 @@ from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl, Outcome, _Attempt
 from native_service.models.conversion import Converted, Source
 from native_service.models.residency import Residency
-from native_service.settings import ModelOptions, ModelSettings
+from native_service.settings import ModelOptions, ModelSettings, ResidencySettings
 from nereid_backend.errors import (
     AlreadyExists,
     BundleError,
     ModelLoadError,
     NereidError,
     NotFound,
+    ResourceExhausted,
     TritonUnavailable,
 )
 from nereid_backend.spec import ModelSpec
@@ -332,6 +333,43 @@ def test_a_file_that_is_adopted_takes_its_place_or_changes_nothing(models: Path,
         assert controlled.triton.loads == loads
 
     run(scenario)
+
+
+def test_where_room_is_bounded_pinned_models_come_first_and_none_passes_the_bound(
+    models: Path, tmp_path: Path, front: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = settings.for_folder(models).server.model_copy(update={"residency": ResidencySettings(max_loaded_models=1)})
+    pinned = ModelOptions(pinned=True)
+    rows = tuple(
+        ModelSettings(name=name, device="cpu", queue_capacity=1, options=options)
+        for name, options in (("a", ModelOptions()), ("b", pinned), ("c", pinned))
+    )
+    its = settings.for_folder(models).model_copy(update={"server": server, "models": rows})
+    for name in "abc":
+        (models / name).write_text("1")
+
+    async def scenario() -> None:
+        controlled = Controlled(tmp_path, front, its)
+        await controlled.start()
+        control = controlled.control
+        assert controlled.triton.serves == {"b": "1"}
+        assert sorted(controlled.catalogue.models) == ["a", "b", "c"]
+        (line,) = [text for text in caplog.messages if "all active models are busy" in text]
+        assert (
+            line == "model 'c' has to wait: all active models are busy (max_loaded_models is 1); its next call loads it"
+        )
+        new = rows[1].model_copy(update={"name": "new"})
+        with pytest.raises(ResourceExhausted, match="model 'new' has to wait: all active models are busy"):
+            await control.adopt(new, arrived(models, "new", "1"), overwrite=False)
+        assert "new" not in controlled.catalogue.models
+        assert not (models / "new").exists()
+        await control.adopt(
+            new.model_copy(update={"options": ModelOptions()}), arrived(models, "new", "1"), overwrite=False
+        )
+        assert controlled.triton.serves == {"b": "1"}
+        await control.stop()
+
+    asyncio.run(scenario())
 
 
 def test_an_adopted_file_is_served_until_the_settings_say_something_else(

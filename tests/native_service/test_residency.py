@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from residency_world import World, run
 
+from native_service.envoy.settings import Place
 from native_service.settings import ModelOptions, ResidencySettings
 from nereid_backend.errors import EnvoyUnavailable, ModelLoadError, ModelLoading, NotFound, ResourceExhausted
 
@@ -297,6 +299,134 @@ def test_an_envoy_that_is_away_keeps_the_model_where_it_is(tmp_path: Path) -> No
         await until(world, lambda: not world.triton.loaded)
 
     run(made(tmp_path, a=LAZY, b=LAZY), scenario)
+
+
+def test_a_change_whose_caller_leaves_is_done_to_its_end(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.load("a")
+        for change in (world.residency.unload, world.residency.pin, world.residency.unload):
+            asked = asyncio.create_task(change("a"))
+            await asyncio.sleep(world.random.random() * 0.5)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.sleep(30)
+        assert (state(world) != "idle") == ("a" in world.triton.loaded)
+        await world.call("a")
+        assert world.ended == {"fine": 1}
+
+    for seed in SEEDS:
+        run(made(tmp_path, seed=seed, a=KEPT), scenario)
+
+
+def test_an_idle_model_that_is_taken_for_dead_is_not_loaded(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.load("a")
+        await world.residency.unload("a")
+        world.triton.dead.add("a")
+        assert world.catalogue.find_dead() == ["a"]
+        assert not await world.catalogue.revive("a")
+        assert (world.catalogue.find_dead(), world.triton.loaded, world.triton.loads) == ([], set(), {"a": 1})
+
+    run(made(tmp_path, a=KEPT), scenario)
+
+
+def test_a_call_that_comes_while_its_model_leaves_finds_its_place_free(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.load("a")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.residency.unload("a"))
+            await asyncio.sleep(world.random.random() * 0.3)
+            async with world.residency.using("a"):
+                assert world.triton.loaded == {"a"}
+
+    for seed in SEEDS:
+        run(made(tmp_path, ResidencySettings(max_loaded_models=1), seed=seed, a=KEPT), scenario)
+
+
+def test_a_model_pinned_while_it_is_about_to_go_stays(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.load("a")
+        await asyncio.sleep(1 + world.random.random() * 0.8)
+        await world.residency.pin("a")
+        await asyncio.sleep(5)
+        assert (state(world), world.residency.states()["a"].pinned) == ("ready", True)
+
+    for seed in SEEDS:
+        run(made(tmp_path, seed=seed, a=LAZY), scenario)
+
+
+def test_a_model_that_could_not_be_pinned_is_not_pinned(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.triton.broken.add("a")
+        pins = [asyncio.create_task(world.residency.pin("a")) for _ in range(3)]
+        await asyncio.sleep(0)
+        pins[0].cancel()
+        cancelled, *failed = await asyncio.gather(*pins, return_exceptions=True)
+        assert isinstance(cancelled, asyncio.CancelledError)
+        assert [type(each) for each in failed] == [ModelLoadError] * 2
+        await until(world, lambda: state(world) == "idle")
+        assert not world.residency.states()["a"].pinned
+
+    for seed in SEEDS:
+        run(made(tmp_path, seed=seed, a=LAZY), scenario)
+
+
+def test_calls_wait_for_an_unload_by_name_whatever_else_is_given_up(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.load("a")
+        began: list[str] = []
+
+        async def call(name: str, over: asyncio.Event) -> None:
+            async with world.residency.using("a"):
+                began.append(name)
+                await over.wait()
+
+        first_over, second_over = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            # Its time is up, but a call comes at the last moment.
+            while world.catalogue.served["a"].place is not Place.LEAVING:
+                await asyncio.sleep(0.001)
+            tasks.create_task(call("first", first_over))
+            await asyncio.sleep(0)
+            unloading = tasks.create_task(world.residency.unload("a"))
+            await asyncio.sleep(2)
+            tasks.create_task(call("second", second_over))
+            await asyncio.sleep(2)
+            assert (began, unloading.done()) == (["first"], False)
+            first_over.set()
+            await unloading
+            second_over.set()
+        assert (began, world.triton.loads) == (["first", "second"], {"a": 2})
+
+    run(made(tmp_path, a=LAZY), patient(scenario, load_s=1))
+
+
+def test_models_that_come_stay_within_the_bounds_too(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.residency.pin("a")
+        await world.put("b", ModelOptions())
+        assert (state(world, "b"), world.triton.loaded) == ("idle", {"a"})
+        with pytest.raises(ResourceExhausted, match="all active models are busy"):
+            await world.put("c", ModelOptions(pinned=True))
+        await world.residency.unpin("a")
+        await world.put("d", ModelOptions(pinned=True))
+        assert world.triton.loaded == {"d"}
+
+    run(made(tmp_path, ResidencySettings(max_loaded_models=1, min_residency_s=0), a=KEPT), scenario)
+
+
+def test_a_model_that_comes_beside_a_first_call_does_not_pass_the_bound(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.call("a"))
+            await asyncio.sleep(world.random.random() * 2)
+            with suppress(ResourceExhausted):
+                await world.put("b", ModelOptions())
+        await many_calls(world)
+
+    for seed in SEEDS:
+        bound = ResidencySettings(max_loaded_models=1, min_residency_s=0)
+        run(made(tmp_path, bound, seed=seed, a=KEPT), scenario)
 
 
 def test_models_that_ask_for_nothing_are_loaded_at_the_start_and_stay(tmp_path: Path) -> None:

@@ -134,6 +134,21 @@ def test_the_process_of_a_load_that_hangs_is_killed_at_its_deadline_and_the_serv
     asyncio.run(scenario())
 
 
+def test_the_end_of_a_model_whose_unload_failed_is_no_death(server: TritonServer) -> None:
+    async def scenario() -> None:
+        async with server:
+            await server.start()
+            await server.load("clinging", 20)
+            (pid,) = server.processes_of("clinging")
+            assert server.find_dead() == frozenset()
+            with pytest.raises(ModelLoadError, match="model 'clinging' could not be unloaded: no such luck"):
+                await server.unload("clinging")
+            assert is_gone(pid)
+            assert server.find_dead() == frozenset()
+
+    asyncio.run(scenario())
+
+
 def test_a_load_that_nothing_ends_is_not_tried_again(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("native_service.triton.process._LET_GO_S", 0.2)
 

@@ -20,8 +20,8 @@ from snoozeml.exceptions import map_http_error
 from native_service.edge.half_sent import HalfSent
 from native_service.kserve import http
 from native_service.nereid.checkpoint import Budget
-from native_service.settings import Limits, ModelSettings, OtherModels, ServerSettings
-from native_service.snooze import rest
+from native_service.settings import Limits, ModelOptions, ModelSettings, OtherModels, ServerSettings
+from native_service.snooze import rest, uploaded
 from native_service.snooze.uploaded import FOLDER
 from native_service.telemetry.calls import Calls
 from nereid_backend.errors import (
@@ -48,6 +48,7 @@ class World:
         )
         self.fail: BaseException | None = None
         self.fail_to_pin: BaseException | None = None
+        self.pinned: set[str] = set()
         self.is_there = True
         self.budget = Budget(2**20)
         self.gate = asyncio.Event()
@@ -77,8 +78,8 @@ class World:
         await self.do("")
 
     def states(self) -> dict[str, Any]:
-        idle = {"state": "idle", "pinned": False, "last_used_s": None, "memory_bytes": 0, "idle_timeout_s": None}
-        return {name: SimpleNamespace(**idle, hidden=False) for name in self.served}
+        idle = {"state": "idle", "last_used_s": None, "memory_bytes": 0, "idle_timeout_s": None}
+        return {name: SimpleNamespace(**idle, pinned=name in self.pinned, hidden=False) for name in self.served}
 
     def settings_for(self, name: str) -> ModelSettings | None:
         return None if self.others is None else self.others.named(name)
@@ -273,6 +274,43 @@ def test_a_broken_file_is_the_caller_s_mistake_and_shows_no_path(run: Callable[.
             text = (await answer.json())["error"]
             assert (answer.status, text) == (400, "the file cannot be served: cannot load up.onnx: it is broken")
         assert [*(tmp_path / FOLDER).iterdir()] == []
+
+    run(scenario)
+
+
+def test_a_pin_of_an_uploaded_model_is_remembered_for_the_next_start(run: Callable[..., None], tmp_path: Path) -> None:
+    async def scenario(world: World, client: ClientSession) -> None:
+        async def asked(order: str) -> int:
+            async with client.post(f"/v1/models/m/{order}") as answer:
+                return answer.status
+
+        assert await asked("pin") == 200
+        assert uploaded.entries(tmp_path) == []  # the settings say what is pinned of other models
+        (tmp_path / "m.onnx").touch()
+        options = ModelOptions(path="m.onnx", description="mine")
+        uploaded.remember(tmp_path, ModelSettings(name="m", device="cpu", queue_capacity=1, options=options))
+        for order, fail, pinned in (
+            ("pin", None, True),
+            ("unpin", None, False),
+            ("pin", ResourceExhausted("no"), False),
+        ):
+            world.fail = fail
+            assert await asked(order) == (200 if fail is None else 503)
+            (model,) = uploaded.entries(tmp_path)
+            assert model.options == options.model_copy(update={"pinned": pinned})
+
+    run(scenario)
+
+
+def test_an_upload_in_the_place_of_a_pinned_model_is_pinned(run: Callable[..., None]) -> None:
+    async def scenario(world: World, client: ClientSession) -> None:
+        world.pinned = {"m"}
+        for fields in ({}, {"pinned": "false"}):
+            data = form("m")
+            data.add_fields(("overwrite", "true"), *fields.items())
+            async with client.post("/v1/models/upload", data=data) as answer:
+                assert answer.status == 200
+        assert [model.options.pinned for model, _ in world.adopted] == [True, False]
 
     run(scenario)
 
