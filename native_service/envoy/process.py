@@ -340,12 +340,14 @@ class EnvoyServer:
     async def _end(self, grace_s: float) -> None:
         if self._child is None:
             return
-        await self._child.stop(grace_s)
-        await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
-        for reader in self._readers:
-            reader.cancel()
+        try:
+            await self._child.stop(grace_s)
+            await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
+        finally:  # whoever waits for this may be cancelled
+            for reader in self._readers:
+                reader.cancel()
+            self._child.close()
         await asyncio.gather(*self._readers, return_exceptions=True)
-        self._child.close()
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         async for line in processes.lines(stream):

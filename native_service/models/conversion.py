@@ -227,14 +227,15 @@ class Converter:
     async def _end(self) -> None:
         child, drain = self._child, self._drain
         self._child = self._drain = None
-        if child is not None:
+        if child is None or drain is None:
+            return
+        try:
             await child.stop(grace_s=0)
-        if drain is not None:
             await asyncio.wait((drain,), timeout=_LAST_LINES_S)
+        finally:  # whoever waits for this may be cancelled
             drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
-        if child is not None:
             child.close()
+        await asyncio.gather(drain, return_exceptions=True)
 
 
 def _empty(folder: Path) -> None:

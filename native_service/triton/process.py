@@ -383,18 +383,21 @@ class TritonServer:
             await channel.close()
 
     async def _end_process(self, grace_s: float) -> None:
-        if self._child is not None:
-            code = await self._child.stop(grace_s)
-            _LOG.debug("tritonserver ended with code %s", code)
-        # The last lines are there already, unless something that left the group holds the pipes for ever.
-        if self._readers:
-            await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        readers = self._readers
+        try:
+            if self._child is not None:
+                code = await self._child.stop(grace_s)
+                _LOG.debug("tritonserver ended with code %s", code)
+            # The last lines are there already, unless something that left the group holds the pipes for ever.
+            if readers:
+                await asyncio.wait(readers, timeout=_LAST_LINES_S)
+        finally:  # whoever waits for this may be cancelled
+            for reader in readers:
+                reader.cancel()
+            if self._child is not None:
+                self._child.close()
+        await asyncio.gather(*readers, return_exceptions=True)
         self._readers = []
-        if self._child is not None:
-            self._child.close()
 
     async def _until_live(self) -> None:
         call = self.channel.unary_unary(

@@ -1,5 +1,6 @@
 import ast
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,22 @@ async def problem(converter: Converter, folder: Path, name: str, device: str = "
     with pytest.raises(NereidError) as caught:
         await convert(converter, folder, name, device, **keys)
     return str(caught.value)
+
+
+def test_a_converter_that_nobody_waits_for_to_end_leaves_no_pipe_open(folder: Path) -> None:
+    async def scenario() -> None:
+        converter = Converter({}, 20)
+        await convert(converter, folder, "fine")
+        child = converter._child
+        assert child is not None
+        ending = asyncio.create_task(converter.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        assert all(pipe.is_closing() for pipe in child.pipes)
+        assert await child.process.wait() == -signal.SIGKILL
+
+    asyncio.run(scenario())
 
 
 def test_a_model_s_failure_does_not_touch_the_next(folder: Path) -> None:
