@@ -36,6 +36,7 @@ class RealTriton:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server: Any = None
+        self._prefix = f"nereid-test-{os.getpid()}-"
         self.printed: list[str] = []
         """What the model processes wrote to stdout and stderr."""
 
@@ -49,13 +50,15 @@ class RealTriton:
         logging.getLogger("nereid.models").setLevel(logging.INFO)
         self._thread.start()
         install = self._do(embedded_triton.find())
-        prefix = f"nereid-test-{os.getpid()}-"
-        self._server = TritonServer(install, self.repository, shared_memory_prefix=prefix)
+        self._server = TritonServer(install, self.repository, shared_memory_prefix=self._prefix)
         self._do(self._server.start())
 
     def stop(self) -> None:
         if self._server is not None:
             self._do(self._server.stop())
+        # Nobody else sweeps here what replaced models have left, as `nereid serve` does at its end.
+        for region in Path("/dev/shm").glob(f"{self._prefix}*"):
+            region.unlink(missing_ok=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
