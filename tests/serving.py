@@ -88,13 +88,15 @@ class Served:
 
 
 def alive(pids: set[int]) -> set[int]:
+    """Those that hold something still: the first thread of a killed process may be dead before the others, and the last
+    one closes its files."""
     living = set()
     for pid in pids:
-        try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        with contextlib.suppress(OSError):
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            threads = int(fields[16])
+            if state != "Z" or threads > 1:
                 living.add(pid)
-        except OSError:
-            continue
     return living
 
 

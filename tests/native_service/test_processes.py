@@ -8,22 +8,32 @@ import time
 from pathlib import Path
 
 import pytest
+from serving import alive
 
 from native_service.children import processes
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def until_dead(pid: int) -> bool:
     deadline = time.monotonic() + 20
-    while is_alive(pid) and time.monotonic() < deadline:
+    while alive({pid}) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not is_alive(pid)
+    return not alive({pid})
+
+
+def test_a_process_whose_first_thread_has_ended_is_alive_while_another_runs() -> None:
+    code = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=[600]).start(); "
+    process = subprocess.Popen([sys.executable, "-c", f"{code}ctypes.CDLL(None).pthread_exit(None)"])
+    first = Path(f"/proc/{process.pid}/stat")
+    try:
+        deadline = time.monotonic() + 60
+        while " Z " not in first.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert alive({process.pid}) == {process.pid}
+    finally:
+        process.kill()
+    process.wait()
+    assert alive({process.pid}) == set()
 
 
 def test_a_child_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> None:
@@ -31,8 +41,6 @@ def test_a_child_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -
     parent = subprocess.Popen(
         [sys.executable, "-c", f"""
 import asyncio, os, pathlib
-import pytest
-
 from native_service.children import processes
 async def main():
     child = await processes.start(["sleep", "60"], os.environ)
@@ -56,7 +64,7 @@ def test_the_end_of_a_child_is_seen_while_a_grandchild_holds_its_pipes() -> None
         child = await processes.start(["sh", "-c", "sleep 60 & echo $!; exit 3"], os.environ)
         grandchild = int(await child.stdout.readline())
         assert await asyncio.wait_for(child.process.wait(), 5) == 3
-        assert is_alive(grandchild)
+        assert alive({grandchild})
         await child.stop(grace_s=0)
         assert until_dead(grandchild)
 
