@@ -68,6 +68,8 @@ class Front:
         self._snooze: SnoozeInference | None = None
         self.limits = Limits()
         """What calls that begin now may send, once it has been started."""
+        self.envoy_buffered_bytes = self.limits.max_buffered_bytes
+        """What Envoy may hold, as it was started."""
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
@@ -94,8 +96,8 @@ class Front:
         for anything else.
         """
         self._specs, self.limits = [model.spec for model in models], server.limits
-        limits = self.limits
-        specs = self._specs
+        limits, specs = self.limits, self._specs
+        self.envoy_buffered_bytes = limits.max_buffered_bytes
         channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
@@ -286,14 +288,14 @@ class Front:
         return self._access
 
     async def set_access(self, access: Access) -> None:
-        """Let the keys of ``access`` in instead of those from before, and read the certificates again.
+        """Let the keys and tokens of ``access`` in instead of those from before, and read the certificates again.
 
-        Tokens, and which files hold the certificates, stay as they are. Raises EnvoyUnavailable.
+        Which files hold the certificates stays as it is. Raises EnvoyUnavailable.
         """
         if self._envoy is None:
             raise RuntimeError("the front has not been started")
         if access.credentials is not None and access != self._access:
-            await self._envoy.set_keys(access.credentials.keys)
+            await self._envoy.set_credentials(access.credentials)
             self._access = access
         self._envoy.read_certificates_again()
 
