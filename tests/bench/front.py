@@ -3,9 +3,8 @@
 ``nereid serve`` and a tritonserver on a TCP port, both with the same models, are measured in turn, window by window
 (A B C C B A ...), so that a drift of the machine falls on all. The third way is a relay that only copies bytes to that
 port: what any second hop costs here. Small calls are measured with roles on as well: a second server asks each of them
-for a key. The client is one asyncio process with a raw gRPC stub, request bytes made once, answers not parsed; it shares
-the cores with the servers. Envoy's time in a call is its process's as the kernel counts it, which other work on the
-machine distorts less.
+for a key. The client is one asyncio process with a raw gRPC stub, request bytes made once, answers not parsed; all
+share the cores. Envoy's time in a call is its process's as the kernel counts it, which other work distorts less.
 
 usage: python front.py [--seconds 2] [--repeats 8]
 """
