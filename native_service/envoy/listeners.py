@@ -13,6 +13,7 @@ from native_service.envoy import limits as envoy_limits
 from native_service.envoy import scripts as envoy_scripts
 from native_service.envoy.scripts import (
     CLUSTER_HEADER,
+    GONE,
     INTERNAL,
     METADATA,
     RESOURCE_EXHAUSTED,
@@ -32,7 +33,6 @@ from native_service.envoy.snooze import BEGUN
 from native_service.settings import Address
 
 QUEUE_FULL = "model queue full, retry later"
-GONE = "the server behind this address does not answer, retry later"
 RETRY_AFTER_S = 1
 # failed.cluster.NAME.status.NUMBER; no number when the client went before there was a status.
 FAILED_CALLS = "failed"

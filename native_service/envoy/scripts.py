@@ -31,6 +31,7 @@ METADATA = "nereid"
 # Triton 2.51 answers INTERNAL with these words for ever once a model's process is gone.
 STUB_IS_DEAD = "is not healthy"
 PROCESS_DIED = "the model's process has died, retry later"
+GONE = "the server behind this address does not answer, retry later"
 
 
 def on_request(native: Sequence[tuple[ModelSpec, float | None]], on_infer: str) -> str:

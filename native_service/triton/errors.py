@@ -6,7 +6,7 @@ import re
 
 import grpc
 
-from native_service.envoy.scripts import PROCESS_DIED, STUB_IS_DEAD
+from native_service.envoy.scripts import GONE, PROCESS_DIED, STUB_IS_DEAD
 from nereid_backend.errors import NereidError, split_code
 
 LOADED_AGAIN = "the model is being loaded again, retry later"
@@ -15,6 +15,10 @@ _LONGEST = 500
 # load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: EngineMissing: ...\n\nAt:\n  /path(3): f\n;
 _LOAD_FAILED = re.compile(r"is at UNAVAILABLE state: (?:[A-Z][A-Za-z ]*: )?(.*)", re.DOTALL)
 _DEAD_STUB = re.compile(r"Stub process '[^']*' is not healthy")
+# gRPC's own words for a call that did not get to Triton, or was on its way when it died: they name our sockets.
+_NO_ANSWER = re.compile(
+    r"failed to connect to all addresses|Socket closed|Stream removed|recvmsg|\b(?:unix|ipv[46]):\S"
+)
 # What is not served is refused before: a call that took its time until here meets a Triton that has just started.
 _NOT_LOADED = re.compile(r"^Request for unknown model: '[^']*' (?:is not found|has no available versions)")
 _OUT_OF_MEMORY = re.compile(
@@ -56,6 +60,8 @@ def status_of(error: NereidError | grpc.aio.AioRpcError) -> tuple[str, str]:
     text = error.details() or "Triton gave no reason"
     if STUB_IS_DEAD in text:
         return "UNAVAILABLE", PROCESS_DIED
+    if error.code() is grpc.StatusCode.UNAVAILABLE and _NO_ANSWER.search(text):
+        return "UNAVAILABLE", GONE
     if _NOT_LOADED.search(text):
         return "UNAVAILABLE", LOADED_AGAIN
     return _canonical(error.code().name, text)

@@ -1,8 +1,11 @@
+import asyncio
 import logging
+from pathlib import Path
 
+import grpc
 import pytest
 
-from native_service.triton.errors import load_failure, without_paths
+from native_service.triton.errors import load_failure, status_of, without_paths
 from native_service.triton.log import TritonLog
 
 
@@ -91,3 +94,21 @@ def test_complaints_of_triton_have_a_kind_by_their_place(caplog: pytest.LogCaptu
     assert [record.__dict__["kind"] for record in caplog.records] == [
         "infer_handler.cc:0", "infer_handler.cc:1", "infer_handler.cc:0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_triton_that_does_not_answer_is_told_without_our_sockets(tmp_path: Path, is_there: bool) -> None:
+    async def scenario() -> None:
+        async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        socket = tmp_path / "triton.sock"
+        server = await asyncio.start_unix_server(hang_up, socket) if is_there else None
+        async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/triton/Call")(b"")
+        if server is not None:
+            server.close()
+        assert status_of(caught.value) == ("UNAVAILABLE", "the server behind this address does not answer, retry later")
+
+    asyncio.run(scenario())
