@@ -21,10 +21,14 @@ _MOST_TURNS = 10
 
 
 def check(tls: TlsSettings) -> None:
-    """Raises SettingsError with one line for what makes the files useless; warns about a key that others can read."""
-    for name, file in (("cert", tls.cert), ("key", tls.key), ("client_ca", tls.client_ca)):
-        if file is not None:
-            _check_readable(f"server.tls.{name}", Path(file))
+    """Raises SettingsError with what makes the files useless, a line for each that cannot be read.
+
+    Warns about a key that others can read.
+    """
+    files = {"cert": tls.cert, "key": tls.key, "client_ca": tls.client_ca}
+    problems = [_unreadable(f"server.tls.{name}", file) for name, file in files.items() if file is not None]
+    if any(problems):
+        raise SettingsError("\n".join(filter(None, problems)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.cert, tls.key, password=_no_password)
@@ -76,12 +80,14 @@ def _stamps(tls: TlsSettings) -> list[tuple[int, ...]]:
     return found
 
 
-def _check_readable(key: str, path: Path) -> None:
+def _unreadable(key: str, path: str) -> str | None:
+    """Why the file of ``key`` is of no use; None when it can be read."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             file.read(1)
     except OSError as error:
-        raise SettingsError(f"{key} {path} cannot be read ({error.strerror})") from None
+        return f"{key} {path} cannot be read ({error.strerror})"
+    return None
 
 
 def _no_password() -> str:

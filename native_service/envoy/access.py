@@ -19,6 +19,7 @@ from native_service.access.credentials import LONGEST_KEY, Credentials, TokenRul
 from native_service.access.roles import Role
 from native_service.settings import ServerSettings
 from native_service.settings.access import TlsSettings
+from nereid_backend.errors import SettingsError
 
 Json = dict[str, Any]
 
@@ -48,10 +49,20 @@ OPEN = Access()
 
 
 def read(server: ServerSettings) -> Access:
-    """Certificates checked and keys read. Raises SettingsError."""
-    if server.tls is not None:
-        certificates.check(server.tls)
-    return Access(server.tls, None if server.auth is None else credentials.read(server.auth))
+    """Certificates checked and keys read. Raises SettingsError with one line for each that cannot be used."""
+    found, problems = None, []
+    try:
+        if server.tls is not None:
+            certificates.check(server.tls)
+    except SettingsError as error:
+        problems.append(str(error))
+    try:
+        found = None if server.auth is None else credentials.read(server.auth)
+    except SettingsError as error:
+        problems.append(str(error))
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return Access(server.tls, found)
 
 
 def transport_socket(tls: TlsSettings, protocol: str, *, ask_clients: bool) -> Json:

@@ -193,6 +193,14 @@ def test_keys_that_cannot_be_read_are_a_problem(cache: Path, tmp_path: Path) -> 
     assert one(doctor._access(subject(cache, file))).level == OK
 
 
+def test_certificates_and_keys_that_cannot_be_read_are_told_all_at_once(cache: Path, tmp_path: Path) -> None:
+    access = "tls: {cert: c, key: k}, auth: {keys: [{name: lab, role: admin, key_file: key}], jwt: {secret_file: s}}"
+    file = settings_of(tmp_path, server=f", {access}")
+    texts = [found.text for found in doctor._access(subject(cache, file))]
+    beginnings = ("server.tls.cert", "server.tls.key", "server.auth.keys: key 'lab'", "server.auth.jwt: the secret")
+    assert [text.startswith(each) for text, each in zip(texts, beginnings, strict=True)] == [True] * 4
+
+
 def test_what_a_dead_run_left_is_told_and_a_living_one_is_left_alone(cache: Path) -> None:
     living, dead = RunDirectory.open(cache), RunDirectory.open(cache)
     regions = [Path("/dev/shm", f"{run.shared_memory_prefix}test") for run in (living, dead)]
