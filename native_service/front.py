@@ -27,6 +27,7 @@ from native_service.nereid.grpc import NativeServer, NereidService
 from native_service.nereid.script_calls import ScriptCalls
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, Limits, ServerSettings
+from native_service.settings.access import TlsSettings
 from native_service.snooze.grpc import SnoozeService
 from native_service.snooze.inference import Counts, SnoozeInference
 from native_service.telemetry.exposition import Counted
@@ -114,8 +115,8 @@ class Front:
         self._ending.push_async_callback(envoy.stop, _DRAIN_S if self._drain_s is None else self._drain_s)
         service.set_serving(True)
         bound = await envoy.start(self._triton.addresses.grpc, models)
-        if (tls := self._access.tls) is not None:
-            following = certificates.follow(tls, envoy.read_certificates_again)
+        if self._access.tls is not None:
+            following = certificates.follow(self._certificates, envoy.use_certificates)
             self._ending.callback(asyncio.create_task(following).cancel)
         # The first thing at the end: probes learn of it while calls are still taken.
         self._ending.callback(service.set_serving, False)
@@ -293,16 +294,22 @@ class Front:
         return self._access
 
     async def set_access(self, access: Access) -> None:
-        """Let the keys and tokens of ``access`` in instead of those from before, and read the certificates again.
+        """Let the keys and tokens of ``access`` in instead of those from before, and read its certificates.
 
-        Which files hold the certificates stays as it is. Raises EnvoyUnavailable.
+        Whether there are any stays as it is. Raises EnvoyUnavailable.
         """
         if self._envoy is None:
             raise RuntimeError("the front has not been started")
-        if access.credentials is not None and access != self._access:
+        if access.credentials is not None and access.credentials != self._access.credentials:
             await self._envoy.set_credentials(access.credentials)
-            self._access = access
-        self._envoy.read_certificates_again()
+        self._access = access
+        if access.tls is not None:
+            self._envoy.use_certificates(access.tls)
+
+    def _certificates(self) -> TlsSettings:
+        if self._access.tls is None:
+            raise RuntimeError("the front has no certificates")
+        return self._access.tls
 
     def set_limits(self, limits: Limits) -> None:
         """Bound Checkpoint calls, and calls over HTTP, that begin from now on by ``limits``.

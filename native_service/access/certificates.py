@@ -11,7 +11,7 @@ from pathlib import Path
 
 from native_service.access.credentials import warn_when_others_may_read
 from native_service.settings.access import TlsSettings
-from nereid_backend.errors import SettingsError
+from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
 _LOG = logging.getLogger("nereid.serve")
 
@@ -44,23 +44,29 @@ def check(tls: TlsSettings) -> None:
     warn_when_others_may_read(Path(tls.key), "server.tls.key")
 
 
-async def follow(tls: TlsSettings, renew: Callable[[], None]) -> None:
+async def follow(current: Callable[[], TlsSettings], renew: Callable[[TlsSettings], None]) -> None:
     """Call ``renew`` whenever the files have changed and fit together; until then those from before stay in use.
+
+    ``current`` names them.
 
     It looks at the files, not at reports: renewals write in place, rename, or turn a link round, by tool.
     """
-    in_use = seen = _stamps(tls)
+    in_use = seen = _stamps(current())
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
+        tls = current()
         now = _stamps(tls)
         # Two equal looks: whoever writes them has finished.
         if now != in_use and now == seen:
             in_use = now
             try:
                 await asyncio.to_thread(check, tls)
-                renew()
+                renew(tls)
             except SettingsError as error:
                 _LOG.error("%s; the certificate from before stays in use", error)
+            except EnvoyUnavailable as error:
+                _LOG.error("%s", error)
+                in_use = []
             except OSError as error:  # a file that has just gone, a full disk, too many open files
                 _LOG.error("server.tls.cert %s cannot be read again now (%s)", tls.cert, error.strerror)
                 in_use = []

@@ -34,6 +34,7 @@ from native_service.envoy.settings import (
     Place,
 )
 from native_service.settings import Address
+from native_service.settings.access import TlsSettings
 from native_service.telemetry.failures import of_envoy, tell
 from nereid_backend.errors import EnvoyUnavailable, SettingsError
 
@@ -192,7 +193,8 @@ class EnvoyServer:
         if self._settings is None or self._access.credentials is None:
             raise EnvoyUnavailable("Envoy has not been started with keys")
         async with self._changing:
-            settings = replace(self._settings, access=replace(self._access, credentials=credentials))
+            access = replace(self._access, credentials=credentials)
+            settings = replace(self._settings, access=access)
             if credentials.tokens != self._access.credentials.tokens:
                 settings = replace(settings, token_secret_file=self._files.new_token_secret_file())
             self._files.write_token_secret(settings)
@@ -202,7 +204,7 @@ class EnvoyServer:
             except EnvoyUnavailable:
                 self._write_access(self._settings, self._models)
                 raise
-            self._settings, self._access = settings, settings.access
+            self._settings, self._access = settings, replace(self._access, credentials=credentials)
 
     async def _replace_access(self, settings: EnvoySettings) -> None:
         await self._files.replace(self.admin, TOKENS_FILE, envoy_config.tokens_file(settings))
@@ -365,9 +367,10 @@ class EnvoyServer:
         last = f": {self._complaints[-1]}" if self._complaints else ""
         return f"Envoy ended with code {code} {when}{last}"
 
-    def read_certificates_again(self) -> None:
-        """Use what the files of ``server.tls`` hold now, for new connections; without TLS this does nothing."""
-        self._files.write_certificates(self._access.tls)
+    def use_certificates(self, tls: TlsSettings) -> None:
+        """Use what the files of ``tls`` hold now, for new connections of addresses that have TLS."""
+        self._access = replace(self._access, tls=tls)
+        self._files.write_certificates(tls)
 
 
 def _anywhere(models: Sequence[Admitted]) -> list[Admitted]:

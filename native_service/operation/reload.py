@@ -134,18 +134,16 @@ def live_residency(residency: Residency) -> Part:
 
 
 def live_access(front: Front) -> Part:
-    """Static keys and the rules for tokens, in the settings and in their files, and what the files of the certificates
-    hold."""
+    """Static keys, the rules for tokens and the certificates, in the settings and in their files."""
 
     async def prepare(server: ServerSettings) -> Commit:
         access = await asyncio.to_thread(envoy_access.read, server)
         before, now = front.access.credentials, access.credentials
 
         async def commit(outcome: Outcome) -> None:
-            if before is None or now is None:
-                await front.set_access(front.access)
-                return
             await front.set_access(access)
+            if before is None or now is None:
+                return
             if before.tokens != now.tokens:
                 outcome.applied.append(f"server.auth: {_tokens_told(now)}")
             if before.keys != now.keys:
@@ -153,7 +151,7 @@ def live_access(front: Front) -> Part:
 
         return commit
 
-    return Part(("auth.keys", "auth.jwt"), prepare)
+    return Part(("auth.keys", "auth.jwt", "tls.cert", "tls.key"), prepare)
 
 
 def _tokens_told(credentials: Credentials) -> str:

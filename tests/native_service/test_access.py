@@ -31,7 +31,7 @@ from native_service.kserve import http as kserve_http
 from native_service.proto import inference_pb2, snoozeml_pb2
 from native_service.settings.access import AuthSettings, TlsSettings
 from native_service.telemetry.log_records import FORMATTERS
-from nereid_backend.errors import SettingsError
+from nereid_backend.errors import EnvoyUnavailable, SettingsError
 from nereid_backend.spec import ModelSpec
 
 Fronting = Callable[..., Any]
@@ -398,15 +398,17 @@ def test_a_renewal_that_fails_for_the_moment_is_tried_again(
     tls, tries = authority.server(), 0
     renewed = asyncio.Event()
 
-    def renew() -> None:
+    def renew(_: Any) -> None:
         nonlocal tries
         tries += 1
         if tries == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if tries == 2:
+            raise EnvoyUnavailable("server.json for Envoy cannot be written")
         renewed.set()
 
     async def scenario() -> None:
-        following = asyncio.create_task(certificates.follow(tls, renew))
+        following = asyncio.create_task(certificates.follow(lambda: tls, renew))
         await asyncio.sleep(0.1)
         assert tries == 0
         os.utime(tls.cert, (1, 1))

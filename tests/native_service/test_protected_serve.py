@@ -131,6 +131,31 @@ def test_every_way_in_asks_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [done.returncode for done in once] == [0, 1], once
     assert "[[1., 2., 3., 4.]]" in once[0].stdout
 
+    # Another certificate, of another authority, in other files.
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    (tmp_path / "next.pem").write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
+    (tmp_path / "next-key.pem").write_bytes(made.private_key_pem.bytes())
+    settings = tmp_path / "nereid.yaml"
+    settings.write_text(
+        settings.read_text().replace("cert: cert.pem, key: key.pem", "cert: next.pem, key: next-key.pem")
+    )
+    reload = [sys.executable, "-m", "native_service.cli", "reload", str(served.process.pid)]
+    done = subprocess.run(reload, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        ["server.tls.cert changed", "server.tls.key changed"],
+    ), done
+    deadline = time.monotonic() + 30
+    while True:  # Envoy reads them a moment later
+        try:
+            assert http("/v2/health/ready") == 200
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            break
+
     children = served.descendants()
     metrics = served.state["triton_metrics"]
     open_ports = ports_of({served.process.pid, *children})
