@@ -268,6 +268,15 @@ def test_what_no_call_holds_is_bounded(serving: Serving, spec: Spec, monkeypatch
         monkeypatch.setattr(regions, "_KEPT_S", WAIT_S)
         monkeypatch.setattr(Region, "spare_bytes", lambda _: 3 * 4 * WIDE)
         async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            all_there = asyncio.Event()
+
+            async def together(request: Any, context: Any) -> Any:
+                if len(service.triton.requests) == 4:
+                    all_there.set()
+                await all_there.wait()
+                return await service.triton._add_one(request, context)
+
+            service.triton.behave = together
             values = np.ones((1, WIDE), "<f4")
             at_once = [call(service.channel, values) for _ in range(4)]
             for each in at_once:
