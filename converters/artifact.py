@@ -102,17 +102,7 @@ def serve_as_is(
     _check_rows(artifact, "--max-batch-size", max_batch_size or 0)
 
     def spec(limit: int) -> ModelSpec:
-        axis = 0 if limit else None
-        return ModelSpec(
-            name=name,
-            engine=artifact.engine,
-            platform=artifact.platform,
-            inputs=tuple(TensorSpec(p.name, p.dtype, _shape(p), axis) for p in inputs),
-            outputs=tuple(TensorSpec(p.name, p.dtype, _shape(p), axis) for p in outputs),
-            programs=artifact.programs(limit, None),
-            max_batch_size=limit,
-            device=device,
-        )
+        return _own_spec(artifact, name, device, inputs, outputs, limit)
 
     default = min(default_batch_size, artifact.max_rows or default_batch_size)
     limit = (default if max_batch_size is None else max_batch_size) if batchable else 0
@@ -133,6 +123,23 @@ def serve_as_is(
         note = "the first axes have different names and no common meaning: not batched"
         return Prepared(spec(0), artifact.files, (*artifact.notes, note))
     return Prepared(learned.complete(batched), artifact.files, (*artifact.notes, *learned.notes))
+
+
+def _own_spec(
+    artifact: Artifact, name: str, device: str, inputs: Sequence[Port], outputs: Sequence[Port], limit: int
+) -> ModelSpec:
+    """The specification of an artifact under its own signature, batched up to ``limit`` rows; 0: not batched."""
+    axis = 0 if limit else None
+    return ModelSpec(
+        name=name,
+        engine=artifact.engine,
+        platform=artifact.platform,
+        inputs=tuple(TensorSpec(p.name, p.dtype, _shape(p), axis) for p in inputs),
+        outputs=tuple(TensorSpec(p.name, p.dtype, _shape(p), axis) for p in outputs),
+        programs=artifact.programs(limit, None),
+        max_batch_size=limit,
+        device=device,
+    )
 
 
 def serve_under(artifact: Artifact, name: str, device: str, contract: Contract) -> Prepared:

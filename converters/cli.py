@@ -90,7 +90,7 @@ def command(
 
     A SOURCE that is none of these itself stands for the models directly below it.
     """
-    from converters.conversions import Conversions, Outcome
+    from converters.conversions import Conversions
 
     if backpressure == "triton":
         queue_capacity = queue_capacity or DEFAULT_CAPACITY
@@ -114,23 +114,32 @@ def command(
         "link": link,
     }
     try:
-        conversions = Conversions(output, options, report_file, force=force, dry_run=dry_run)
-        undone = conversions.undone(found)
-        for source in found:
-            if source not in undone:
-                click.echo(f"{source}: unchanged since it was converted to {conversions.target(source)}")
-        accepted = True
-        work = partial(_convert, conversions=conversions, dry_run=dry_run)
-        outcomes = isolation.each(undone, work, _refused, in_child=_isolated())
-        for source, raw in zip(undone, outcomes, strict=True):  # all of them, also after the first that fails
-            outcome = Outcome(**raw)
-            conversions.note(source, outcome)
-            accepted &= not outcome.refused
+        accepted = _convert_all(
+            found, Conversions(output, options, report_file, force=force, dry_run=dry_run), dry_run=dry_run
+        )
     except ReportError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
     if not accepted:
         sys.exit(1)
+
+
+def _convert_all(found: Sequence[Path], conversions: Conversions, *, dry_run: bool) -> bool:
+    """Convert what is not done yet, also after the first that fails; whether all was accepted. Raises ReportError."""
+    from converters.conversions import Outcome
+
+    undone = conversions.undone(found)
+    for source in found:
+        if source not in undone:
+            click.echo(f"{source}: unchanged since it was converted to {conversions.target(source)}")
+    accepted = True
+    work = partial(_convert, conversions=conversions, dry_run=dry_run)
+    outcomes = isolation.each(undone, work, _refused, in_child=_isolated())
+    for source, raw in zip(undone, outcomes, strict=True):
+        outcome = Outcome(**raw)
+        conversions.note(source, outcome)
+        accepted &= not outcome.refused
+    return accepted
 
 
 def _models(sources: Sequence[Path], name: str | None) -> list[Path]:

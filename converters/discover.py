@@ -19,12 +19,17 @@ _LOG = logging.getLogger("nereid.convert")
 
 def is_bundle(path: Path) -> bool:
     """Whether ``path`` is meant as a bundle."""
-    return path.is_dir() and (path / MANIFEST_FILE).exists()
+    return path.is_dir() and _has(path, MANIFEST_FILE)
+
+
+def _has(path: Path, name: str) -> bool:
+    """Whether ``path`` has an entry ``name``, be it a broken link, which is a mistake to be told."""
+    return (path / name).exists() or (path / name).is_symlink()
 
 
 def is_triton_model(path: Path) -> bool:
     """Whether ``path`` is a model of a Triton repository, and neither a bundle nor a nereid folder."""
-    if not path.is_dir() or (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists():
+    if not path.is_dir() or _has(path, MANIFEST_FILE) or _has(path, CONTRACT_FILE):
         return False
     return triton_models.is_triton_model(path)
 
@@ -36,7 +41,7 @@ def is_model(path: Path) -> bool:
     """
     if path.is_file():
         return any(kind.stands_alone and kind.matches(path) for kind in FILE_KINDS)
-    marked = (path / MANIFEST_FILE).exists() or (path / CONTRACT_FILE).exists()
+    marked = _has(path, MANIFEST_FILE) or _has(path, CONTRACT_FILE)
     return marked or any(matches(path) for matches, _ in detectors().values()) or is_triton_model(path)
 
 

@@ -137,7 +137,7 @@ def _to_onnx(skl2onnx: Any, model: Any, features: int, dtype: Any) -> Any:
             f"skl2onnx {skl2onnx.__version__} cannot convert {type(last_step(model)).__name__} "
             f"({type(error).__name__}: {by_onnx.first_line(error)})"
         ) from error
-    _send_missing(graph, [tree for tree, _ in _trees(model)])
+    _correct_trees(graph, [tree for tree, _ in _trees(model)])
     if dtype is np.float64:
         _feed_trees_float32(graph)
     return graph
@@ -162,10 +162,11 @@ def _feed_trees_float32(graph: Any) -> None:
     graph.graph.node.extend(nodes)
 
 
-def _send_missing(graph: Any, trees: list[Tree]) -> None:
-    """Let missing values go where the trees send them, which skl2onnx leaves out.
+def _correct_trees(graph: Any, trees: list[Tree]) -> None:
+    """Let values that are missing or at a threshold go where the trees send them.
 
-    Some ensembles become a node for each of their models: which tree is meant shows in its shape and thresholds.
+    skl2onnx leaves the first out and rounds thresholds of float64 to the nearest float32, which may be above. Some
+    ensembles become a node for each of their models: which tree is meant shows in its shape and thresholds.
     """
     left_over = list(trees)
     for node in graph.graph.node:
@@ -173,13 +174,14 @@ def _send_missing(graph: Any, trees: list[Tree]) -> None:
         if "nodes_treeids" not in attributes:
             continue
         tree_ids = np.array(attributes["nodes_treeids"].ints)
-        goes_left = np.zeros(len(tree_ids), np.int64)
+        goes_left, thresholds = np.zeros(len(tree_ids), np.int64), _thresholds(attributes)
         for number in dict.fromkeys(tree_ids.tolist()):
             of_tree = tree_ids == number
             places = np.array(attributes["nodes_nodeids"].ints)[of_tree]
             below = np.array(attributes["nodes_truenodeids"].ints)[of_tree]
             for index, tree in enumerate(left_over):
-                if _is_tree(tree, places, below, _thresholds(attributes)[of_tree]):
+                if _is_tree(tree, places, below, thresholds[of_tree]):
+                    thresholds[of_tree] = np.where(tree.left[places] < 0, thresholds[of_tree], tree.edge[places])
                     if tree.missing_left is not None:
                         goes_left[of_tree] = tree.missing_left[places]
                     del left_over[index]
@@ -187,6 +189,9 @@ def _send_missing(graph: Any, trees: list[Tree]) -> None:
         if "nodes_missing_value_tracks_true" not in attributes:
             node.attribute.add(name="nodes_missing_value_tracks_true", type=attributes["nodes_treeids"].type)
             attributes["nodes_missing_value_tracks_true"] = node.attribute[-1]
+        if "nodes_values" in attributes:
+            del attributes["nodes_values"].floats[:]
+            attributes["nodes_values"].floats.extend(thresholds.tolist())
         del attributes["nodes_missing_value_tracks_true"].ints[:]
         attributes["nodes_missing_value_tracks_true"].ints.extend(goes_left.tolist())
 
@@ -194,7 +199,7 @@ def _send_missing(graph: Any, trees: list[Tree]) -> None:
 def _thresholds(attributes: Mapping[str, Any]) -> Array:
     if (wide := attributes.get("nodes_values_as_tensor")) is not None:
         onnx = by_onnx.import_converter("onnx", "scikit-learn", EXTRA)
-        return np.asarray(onnx.numpy_helper.to_array(wide.t))
+        return np.array(onnx.numpy_helper.to_array(wide.t))
     return np.array(attributes["nodes_values"].floats)
 
 
@@ -314,6 +319,11 @@ def _trees(estimator: Any, columns: Array | None = None) -> Iterator[tuple[Tree,
         looked_at = np.asarray(raw.feature) if columns is None else np.asarray(columns)[np.maximum(raw.feature, 0)]
         yield Tree(*children, looked_at, edge, getattr(raw, "missing_go_to_left", None)), True
         return
+    categorical = getattr(estimator, "is_categorical_", None)
+    if categorical is not None and np.any(categorical):  # its columns are in another order inside, too
+        raise BundleError(
+            f"{type(estimator).__name__} has columns of categories, which are not converted; encode them as numbers"
+        )
     for predictors in getattr(estimator, "_predictors", ()):  # of histogram gradient boosting: one list per round
         yield from ((_histogram_tree(predictor.nodes), True) for predictor in predictors)
     inner = list(np.ravel(np.asarray(getattr(estimator, "estimators_", ()), dtype=object)))

@@ -34,7 +34,8 @@ class ClientSide:
     what built-ins read, and ``hooks.py`` with functions of its own.
 
     ``example``, a request by tensor, is run through the hooks and the program before the bundle is put in its place;
-    ``expected`` is what it has to give, for some outputs or all.
+    ``expected`` is what it has to give, for some outputs or all. ``hook_processes``: so many processes for the hooks on
+    each side, apart from the program's.
     """
 
     inputs: Sequence[TensorSpec] = ()
@@ -44,6 +45,7 @@ class ClientSide:
     files: Mapping[str, Path | str | bytes] = field(default_factory=dict)
     example: Mapping[str, Any] = field(default_factory=dict)
     expected: Mapping[str, Any] = field(default_factory=dict)
+    hook_processes: int | None = None
 
     @property
     def has_hooks(self) -> bool:

@@ -184,18 +184,23 @@ def encode(config: EncoderConfig, params: Mapping[str, Any], ids: Any, mask: Any
             return states @ params[f"{name}.weight"] + params[f"{name}.bias"]
 
         query, key, value = (split(linear(name, states)) for name in (family.query, family.key, family.value))
-        scores = jnp.einsum("rqhd,rkhd->rhqk", query, key) / (config.width // config.heads) ** 0.5
-        seen = jnp.einsum("rhqk,rkhd->rqhd", _softmax(scores + hidden), value).reshape(states.shape)
+        seen = _attended(query, key, value, hidden).reshape(states.shape)
         states = _normed(params, family.attended.format(index), states + linear(family.output, seen), config.epsilon)
         fed = linear(family.down, _activated(config.activation, linear(family.up, states)))
         states = _normed(params, family.fed.format(index), states + fed, config.epsilon)
     return states
 
 
-def _softmax(scores: Any) -> Any:
-    import jax
+def _attended(query: Any, key: Any, value: Any, hidden: Any) -> Any:
+    """Attention, [rows, tokens, heads, d], of such tensors; ``hidden`` is added to the scores.
 
-    return jax.nn.softmax(scores, axis=-1)
+    The softmax's sum divides the result, which is smaller than the scores, and these are not written once more.
+    """
+    from jax import numpy as jnp
+
+    scores = jnp.einsum("rqhd,rkhd->rhqk", query / query.shape[-1] ** 0.5, key) + hidden
+    shares = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (jnp.einsum("rhqk,rkhd->rhqd", shares, value) / shares.sum(-1, keepdims=True)).transpose(0, 2, 1, 3)
 
 
 def _activated(activation: str, states: Any) -> Any:

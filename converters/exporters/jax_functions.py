@@ -239,7 +239,14 @@ class _Function:
         return inputs + [struct(array.shape, array.dtype) for array in self._params.arrays]
 
     def outputs(self, size: int | None) -> list[TensorSpec]:
-        tree = self._jax.eval_shape(self._call, *self._structs(size))
+        errors = self._jax.errors
+        try:
+            tree = self._jax.eval_shape(self._call, *self._structs(size))
+        except (errors.JAXTypeError, errors.JAXIndexError) as error:
+            raise ExportError(
+                f"the function cannot be traced ({first_line(error)}); use jax.numpy instead of numpy, and "
+                "jnp.where or jax.lax.cond instead of branches on values"
+            ) from error
         paths, _ = self._jax.tree_util.tree_flatten_with_path(tree)
         if not paths:
             raise ExportError("the function returns no array; return an array, or a tuple or dict of arrays")

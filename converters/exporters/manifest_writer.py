@@ -62,10 +62,13 @@ def manifest_text(
     if batch_sizes:
         manifest["batching"] = {"compiled_batch_sizes": sorted(batch_sizes)}
     stages = {PREPROCESS: client.preprocess, POSTPROCESS: client.postprocess}
-    if hooks := {stage: [dict(each) for each in declared] for stage, declared in stages.items() if declared}:
-        manifest["nereid"] = hooks
+    ours: dict[str, Any] = {stage: [dict(each) for each in declared] for stage, declared in stages.items() if declared}
+    if client.hook_processes is not None:
+        ours[manifests.HOOK_PROCESSES] = client.hook_processes
     if files:
-        manifest["nereid"] = {**hooks, manifests.EXPORTED_FILES: dict(files)}
+        ours[manifests.EXPORTED_FILES] = dict(files)
+    if ours:
+        manifest["nereid"] = ours
     if provenance:
         manifest["provenance"] = dict(provenance)
     manifests.parse(manifest, has_hook=client.has_hooks)

@@ -1,4 +1,4 @@
-"""Reader of a folder that ``transformers`` or ``sentence-transformers`` saved: configuration, weights, vocabulary.
+"""Reader of a folder that ``transformers`` or ``sentence-transformers`` saved: what is around the encoder, vocabulary.
 
 Only JSON, safetensors and text are read; nothing of the folder runs.
 """
@@ -6,16 +6,13 @@ Only JSON, safetensors and text are read; nothing of the folder runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import numpy as np
-
-from converters.bundle import Array
-from converters.exporters.encoder import EncoderConfig, read_config
-from nereid_backend import safetensors
+from converters.exporters.settings_file import read_json
+from converters.exporters.transformers_weights import CONFIG_FILE, StoredWeights, read_linear
 from nereid_backend.builtins.bert_text import Encoder, read_vocabulary
 from nereid_backend.errors import BundleError, ExportError
 
@@ -23,12 +20,9 @@ Pooling = Literal["mean", "cls", "max", "mean_sqrt_len", "none"]
 """What becomes of the vectors of a text's tokens: one vector, that of the first token for ``cls``; or all, for none."""
 
 POOLINGS = get_args(Pooling)
-WEIGHTS_FILE, CONFIG_FILE, VOCABULARY_FILE, TOKENIZER_FILE = (
-    "model.safetensors",
-    "config.json",
-    "vocab.txt",
-    "tokenizer.json",
-)
+VOCABULARY_FILE, TOKENIZER_FILE = "vocab.txt", "tokenizer.json"
+ACTIVATIONS = ("Identity", "Tanh", "ReLU")
+"""torch's, by the names of their classes."""
 
 _POOLING_KEYS = {
     "pooling_mode_mean_tokens": "mean",
@@ -48,6 +42,17 @@ _TRICKY_TEXTS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A layer over the vectors of texts; ``name`` is that of its weights, ``width`` of its result."""
+
+    name: str
+    weights: StoredWeights
+    takes: int
+    width: int
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """What sentence-transformers does to the vectors of tokens; None where the folder does not say."""
 
@@ -55,6 +60,7 @@ class Head:
     normalize: bool
     longest: int | None
     encoder: Path
+    dense: Sequence[Dense] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +73,18 @@ class Vocabulary:
     longest: int | None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises ExportError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ExportError(
-            f"{path.name} cannot be read as JSON ({type(error).__name__}); save the model again"
-        ) from None
-    if not isinstance(found, dict):
-        raise ExportError(f"{path.name} is no JSON object; save the model again")
-    return found
-
-
 def read_head(folder: Path) -> Head:
     """What ``modules.json`` says of the way from tokens to a text's vector. Raises ExportError."""
     modules = _modules(folder)
     if not modules:
         return Head(None, False, None, folder)
     kinds = [module["type"].rpartition(".")[2] for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+    heads = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
+    after = kinds[2 + len(heads) :]
+    if kinds != ["Transformer", "Pooling", *(["Dense"] * len(heads)), *after] or after not in ([], ["Normalize"]):
         raise ExportError(
-            f"modules.json has {', '.join(kinds)}, expected Transformer, Pooling and perhaps Normalize; give a folder "
-            "of the encoder alone and pooling"
+            f"modules.json has {', '.join(kinds)}, expected Transformer, Pooling and perhaps Dense and Normalize; give "
+            "a folder of the encoder alone and pooling"
         )
     encoder = folder / modules[0]["path"]
     settings = read_json(folder / modules[1]["path"] / CONFIG_FILE)
@@ -107,7 +100,29 @@ def read_head(folder: Path) -> Head:
             "give pooling"
         )
     longest = read_json(encoder / "sentence_bert_config.json").get("max_seq_length")
-    return Head(cast(Pooling, modes[0]), "Normalize" in kinds, longest if type(longest) is int else None, encoder)
+    dense = [_read_dense(folder / module["path"], f"dense.{index}") for index, module in enumerate(heads)]
+    pooling = cast(Pooling, modes[0])
+    return Head(pooling, "Normalize" in kinds, longest if type(longest) is int else None, encoder, dense)
+
+
+def _read_dense(folder: Path, name: str) -> Dense:
+    settings = read_json(folder / CONFIG_FILE)
+    takes, width, bias = (settings.get(key) for key in ("in_features", "out_features", "bias"))
+    activation = str(settings.get("activation_function", "")).rpartition(".")[2]
+    sizes = (takes, width)
+    if not all(type(size) is int and size > 0 for size in sizes) or type(bias) is not bool:
+        raise ExportError(
+            f"{folder.name}/{CONFIG_FILE} has in_features {takes!r}, out_features {width!r} and bias {bias!r}, "
+            "expected two positive integers and true or false; save the model again"
+        )
+    if activation not in ACTIVATIONS:
+        raise ExportError(
+            f"{folder.name}/{CONFIG_FILE} has activation_function {activation!r}, expected one of "
+            f"{', '.join(ACTIVATIONS)}; export the model with export_torch"
+        )
+    takes, width = cast(tuple[int, int], sizes)
+    weights = read_linear(folder, name, takes, width, bias=bias)
+    return Dense(name, weights, takes, width, activation)
 
 
 def _modules(folder: Path) -> list[dict[str, str]]:
@@ -127,88 +142,6 @@ def _modules(folder: Path) -> list[dict[str, str]]:
     if any(path.is_absolute() or ".." in path.parts for path in inside):
         raise ExportError("modules.json names a path outside the folder; save the model again")
     return modules
-
-
-class StoredWeights(Mapping[str, Array]):
-    """Weights by name, read from the file when they are asked for, so that a model is never twice in memory."""
-
-    def __init__(self, path: Path, stored: Mapping[str, str], config: EncoderConfig) -> None:
-        """``stored``: the name in the file of each."""
-        self._path, self._stored, self._config = path, stored, config
-
-    def __getitem__(self, name: str) -> Array:
-        """As ``encode`` wants it, C-contiguous and aligned, the caller's own. Raises WeightsError."""
-        with safetensors.opened(self._path) as file:
-            found = file.tensor(self._stored[name])
-        return np.ascontiguousarray(found.T) if self._config.is_linear(name) else found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-
-def read_weights(folder: Path) -> tuple[EncoderConfig, StoredWeights]:
-    """The configuration of an encoder and its f32 weights, by their names there. Raises BundleError subclasses."""
-    settings = read_json(folder / CONFIG_FILE)
-    if not settings:
-        raise ExportError(
-            f"{folder} has no {CONFIG_FILE}; give a folder that transformers or sentence-transformers saved"
-        )
-    config = read_config(settings)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ExportError(
-            f"{folder} has no {WEIGHTS_FILE}; save the model in one such file (save_pretrained with a large "
-            "max_shard_size)"
-        )
-    entries = safetensors.read_header(path).entries
-    # Old checkpoints call the two weights of a layer norm gamma and beta.
-    there = {
-        name.removeprefix(config.family.prefix)
-        .replace("Norm.gamma", "Norm.weight")
-        .replace("Norm.beta", "Norm.bias"): name
-        for name in entries
-    }
-    names = config.weight_names()
-    if missing := [name for name in names if name not in there]:
-        raise ExportError(
-            f"{WEIGHTS_FILE} lacks {missing[0]!r} and {len(missing) - 1} more that {CONFIG_FILE} needs; save the model "
-            "again"
-        )
-    found = {name: entries[there[name]] for name in names}
-    for name, entry in found.items():
-        if entry.dtype.numpy != np.float32:
-            raise ExportError(f"weight {name!r} is {entry.dtype.token}, expected f32; save model.float() instead")
-    _check_shapes({name: entry.shape for name, entry in found.items()}, config)
-    return config, StoredWeights(path, {name: there[name] for name in names}, config)
-
-
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], config: EncoderConfig) -> None:
-    """Raise ExportError where a weight has not the shape that the configuration gives it."""
-    family, width = config.family, config.width
-    inner = shapes[f"{family.up.format(0)}.bias"][:1]
-    for name, shape in shapes.items():
-        layer, _, kind = name.rpartition(".")
-        if layer.endswith("embeddings"):
-            least = {
-                "embeddings.word_embeddings": config.vocabulary,
-                "embeddings.position_embeddings": config.positions,
-            }
-            fits = len(shape) == 2 and shape[1] == width and shape[0] >= least.get(layer, 1)
-        else:
-            out = inner if _is_any(layer, family.up, config.layers) else (width,)
-            of = inner if _is_any(layer, family.down, config.layers) else (width,)
-            fits = shape == (out if kind == "bias" or "norm" in layer.lower() else (*out, *of))
-        if not fits:
-            raise ExportError(
-                f"weight {name!r} has shape {list(shape)}, which does not fit {CONFIG_FILE}; save the model again"
-            )
-
-
-def _is_any(layer: str, name: str, layers: int) -> bool:
-    return any(layer == name.format(index) for index in range(layers))
 
 
 def read_tokenizer(folder: Path, texts: Sequence[str]) -> Vocabulary:

@@ -26,7 +26,8 @@ from converters.exporters.description import Exported
 from converters.exporters.encoder import EncoderConfig, encode
 from converters.exporters.manifest_writer import Layout
 from converters.exporters.programs import BATCH_SIZES, Origin, Run, compiled_sizes, export_programs, settings_kept
-from converters.exporters.transformers_folder import POOLINGS, VOCABULARY_FILE, Pooling, Vocabulary
+from converters.exporters.transformers_folder import POOLINGS, VOCABULARY_FILE, Dense, Pooling, Vocabulary
+from converters.exporters.transformers_weights import StoredWeights, read_weights
 from nereid_backend.builtins.bert_text import BertText, Encoder, bucket
 from nereid_backend.errors import ExportError
 from nereid_backend.spec import VARIABLE, TensorSpec
@@ -94,14 +95,17 @@ class TransformersModel:
 
     def _read(self, folder: Path) -> tuple[_Encoder, Vocabulary | None, list[int]]:
         head = folders.read_head(folder)
-        config, weights = folders.read_weights(head.encoder)
+        config, weights = read_weights(head.encoder)
         pooling = head.pooling if self.pooling is None else self.pooling
         if pooling is None or pooling not in POOLINGS:
             raise ExportError(
                 f"pooling is {pooling!r}, expected one of {', '.join(POOLINGS)}, as the model was trained"
             )
         normalize = head.normalize if self.normalize is None else self.normalize
-        encoder = _Encoder(head.encoder, config, weights, pooling, normalize=normalize and pooling != "none")
+        pooled = pooling != "none"
+        encoder = _Encoder(
+            head.encoder, config, weights, pooling, head.dense if pooled else (), normalize=normalize and pooled
+        )
         vocabulary = folders.read_tokenizer(head.encoder, self.examples) if self.texts else None
         if vocabulary is not None and len(vocabulary.ids) > config.vocabulary:
             raise ExportError(
@@ -201,10 +205,26 @@ class _Encoder:
     """All lengths of a model share this: what is computed, and where it was read."""
 
     def __init__(
-        self, folder: Path, config: EncoderConfig, weights: Mapping[str, Array], pooling: Pooling, *, normalize: bool
+        self,
+        folder: Path,
+        config: EncoderConfig,
+        weights: StoredWeights,
+        pooling: Pooling,
+        dense: Sequence[Dense],
+        *,
+        normalize: bool,
     ) -> None:
         self.folder, self.config, self.weights = folder, config, weights
-        self.pooling, self.normalize = pooling, normalize
+        self.pooling, self.dense, self.normalize = pooling, dense, normalize
+        self.width = config.width
+        for layer in dense:
+            if layer.takes != self.width:
+                raise ExportError(
+                    f"{layer.name} takes vectors of {layer.takes} values, those before it have {self.width}; save the "
+                    "model again"
+                )
+            self.weights = self.weights | layer.weights
+            self.width = layer.width
         self._traced: Any = None
 
     @property
@@ -215,9 +235,19 @@ class _Encoder:
         """The result for ``ids`` and ``mask``, i64 [rows, tokens]."""
         from jax import numpy as jnp
 
-        seen = mask != 0
-        states = encode(self.config, dict(zip(self.weights, weights, strict=True)), ids.astype(jnp.int32), seen)
-        return pool(jnp, states, seen, self.pooling, normalize=self.normalize)
+        params, seen = dict(zip(self.weights, weights, strict=True)), mask != 0
+        states = encode(self.config, params, ids.astype(jnp.int32), seen)
+        return self._after(jnp, params, states, seen)
+
+    def _after(self, np: Any, params: Mapping[str, Any], states: Any, seen: Any) -> Any:
+        """What comes of the states of tokens; ``np`` is numpy or its like in JAX."""
+        vectors = pool(np, states, seen, self.pooling)
+        for layer in self.dense:
+            vectors = vectors @ params[f"{layer.name}.weight"]
+            if f"{layer.name}.bias" in layer.weights:
+                vectors = vectors + params[f"{layer.name}.bias"]
+            vectors = _activated(np, layer.activation, vectors)
+        return normalized(np, vectors) if self.normalize else vectors
 
     def original(self) -> Run:
         """The model of the transformers library, where that is installed, else the function that is exported."""
@@ -226,13 +256,14 @@ class _Encoder:
             return self._function()
         import torch
 
+        heads = {name: array for layer in self.dense for name, array in layer.weights.items()}
         model = library.AutoModel.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32).eval()
 
         def run(inputs: list[Array]) -> list[Array]:
             ids, mask = (torch.from_numpy(array) for array in inputs)
             with torch.inference_mode():
                 states = model(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
-            return [pool(np, states, inputs[1] != 0, self.pooling, normalize=self.normalize)]
+            return [self._after(np, heads, states, inputs[1] != 0)]
 
         return run
 
@@ -268,7 +299,7 @@ class _Length:
         self.notes = () if _transformers() else (_NOT_COMPARED,)
 
     def outputs(self, size: int | None) -> list[TensorSpec]:
-        width, rows = self._encoder.config.width, size or 1
+        width, rows = self._encoder.width, size or 1
         tokens = (self._tokens,) if self._encoder.pooling == "none" else ()
         return [TensorSpec(self._encoder.output, "f32", (rows, *tokens, width))]
 
@@ -297,7 +328,7 @@ def compiled_lengths(asked: Sequence[int] | None, most: int, longest: int) -> li
     return sorted(set(asked))
 
 
-def pool(np: Any, states: Any, seen: Any, pooling: Pooling, *, normalize: bool) -> Any:
+def pool(np: Any, states: Any, seen: Any, pooling: Pooling) -> Any:
     """The vectors of texts, [rows, width], of those of their tokens; as sentence-transformers computes them.
 
     ``np`` is numpy or its like in JAX; ``states`` are f32 [rows, tokens, width], ``seen`` bool [rows, tokens].
@@ -306,15 +337,23 @@ def pool(np: Any, states: Any, seen: Any, pooling: Pooling, *, normalize: bool) 
         return states
     weights = seen[..., None].astype(states.dtype)
     if pooling == "cls":
-        vectors = states[:, 0]
-    elif pooling == "max":
-        vectors = np.where(weights > 0, states, np.float32(_UNSEEN)).max(1)
-    else:
-        counts = np.maximum(weights.sum(1), np.float32(_FEWEST))
-        vectors = (states * weights).sum(1) / (counts if pooling == "mean" else np.sqrt(counts))
-    if not normalize:
-        return vectors
+        return states[:, 0]
+    if pooling == "max":
+        return np.where(weights > 0, states, np.float32(_UNSEEN)).max(1)
+    counts = np.maximum(weights.sum(1), np.float32(_FEWEST))
+    return (states * weights).sum(1) / (counts if pooling == "mean" else np.sqrt(counts))
+
+
+def normalized(np: Any, vectors: Any) -> Any:
+    """Vectors of length one, as sentence-transformers makes them."""
     return vectors / np.maximum(np.sqrt((vectors * vectors).sum(-1, keepdims=True)), np.float32(_SHORTEST_VECTOR))
+
+
+def _activated(np: Any, activation: str, vectors: Any) -> Any:
+    """``vectors`` through one of ``transformers_folder.ACTIVATIONS``."""
+    if activation == "Tanh":
+        return np.tanh(vectors)
+    return np.maximum(vectors, np.float32(0)) if activation == "ReLU" else vectors
 
 
 # As sentence-transformers has them, for texts of which nothing is seen.

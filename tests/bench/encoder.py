@@ -147,6 +147,8 @@ def main() -> None:
 
 def measured(model: Path, scratch: Path, lengths: str, seconds: float) -> bool:
     """Print every figure; whether all bars are met."""
+    # Else the threads of torch's pool spin for work that does not come while it is our turn.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     import torch
 
     # An empty cache, so that every program is compiled.

@@ -206,6 +206,15 @@ def test_what_is_no_model_is_one_line_too(tmp_path: Path, setup: Any, words: str
     assert result.stdout.startswith(f"error: {tmp_path / 'thing'}: ")
 
 
+@pytest.mark.parametrize("name", ["manifest.yaml", CONTRACT])
+def test_a_broken_link_among_other_models_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / name).symlink_to("nowhere")
+    result = invoke(tmp_path)
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"error: {tmp_path / 'broken'}: {name}")
+
+
 @pytest.mark.parametrize("name", [b"two\nlines", b"no \xff text", "r\u00e9seau".encode()])
 def test_any_name_of_a_folder_is_one_line(make_bundle: Any, tmp_path: Path, name: bytes) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ register_model(preprocess=preprocess)
         export(tmp_path / "wrong", levels(tmp_path, code=code, inputs=client.inputs, example=client.example))
 
 
+def test_hooks_get_processes_of_their_own_when_asked_for(tmp_path: Path) -> None:
+    done = export(tmp_path / "classes", replace(CLASSES, hook_processes=3, expected={"probs": probabilities(X)}))
+    assert [stage.spec.instances for stage in prepare(done.directory).stages] == [3, 1, 3]
+    assert max(done.differences.values()) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("code", "changes", "error", "words"),
     [
@@ -130,6 +137,7 @@ register_model(preprocess=preprocess)
         (CODE, {"expected": {"scores": X}}, ExportError, r"expected names \['scores'\]; clients get \['logits'\]"),
         (CODE, {"expected": {"logits": X @ W}}, ExportError, "differs from the model on the clients' example"),
         (CODE, {"files": {}}, ManifestError, "only valid when"),
+        (CODE, {"hook_processes": 65}, ManifestError, "'nereid.hook_processes' must be an integer from 1 to 64"),
         (CODE, {"files": {"../hooks.py": b""}}, ExportError, "no name for a file beside"),
         (CODE, {"files": {"weights.safetensors": b""}}, ExportError, "no name for a file beside"),
         (CODE, {"files": {"hooks.py": "nowhere.py"}}, ExportError, "from nowhere.py, which is no file"),

@@ -421,6 +421,9 @@ def test_a_module_without_batch_sizes_takes_the_shapes_of_the_examples(tmp_path:
         (lambda _, x: x, X, {"batch_sizes": [0]}, "expected positive integers"),
         (lambda _, x: x, X, {"batch_sizes": None, "axes": {"x": "nc"}}, "there are no batch sizes"),
         (lambda _, x: (jax.debug.print("{}", x), x)[1], X, {}, "leave out printing"),
+        (lambda _, x: x if x.sum() > 0 else -x, X, {}, "cannot be traced .*jax.lax.cond instead of branches"),
+        (lambda _, x: np.sin(x), X, {}, "cannot be traced .*use jax.numpy instead of numpy"),
+        (lambda _, x: x[x > 0], X, {}, "cannot be traced .*jnp.where"),
     ],
 )
 def test_what_cannot_become_a_bundle_is_told_and_leaves_nothing(

@@ -17,11 +17,13 @@ pytest.importorskip("jax")
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from converters import weights as weights_files
 from converters.convert import prepare
 from converters.exporters import TransformersModel, export_transformers, transformers_models
 from converters.prepared import place
+from nereid_backend import safetensors
 from nereid_backend.engines import engine_class
-from nereid_backend.errors import ExportError
+from nereid_backend.errors import BundleError, ExportError
 from nereid_backend.executor import Executor
 from nereid_backend.pipeline import Pipeline
 
@@ -141,31 +143,94 @@ def with_config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def half_precision(folder: Path) -> None:
-    from converters import weights as weights_files
-    from nereid_backend import safetensors
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return dict(safetensors.read(folder / "model.safetensors").tensors)
 
-    tensors = safetensors.read(folder / "model.safetensors").tensors
-    weights_files.write(folder / "model.safetensors", {n: a.astype(np.float16) for n, a in tensors.items()}, {})
+
+def stored_as(dtype: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = {name: array.astype(dtype) for name, array in tensors_of(folder).items()}
+        weights_files.write(folder / "model.safetensors", tensors, {})
+
+    return change
+
+
+def in_shards(folder: Path, **also_in_the_first: np.ndarray) -> None:
+    """The weights in two files, as transformers saves large models."""
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    shards: list[dict[str, np.ndarray]] = [also_in_the_first, {}]
+    for number, (name, array) in enumerate(tensors.items()):
+        shards[number % 2][name] = array
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        weights_files.write(folder / file, shard, {"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    write("model.safetensors.index.json", {"metadata": {}, "weight_map": places})(folder)
+
+
+def indexed(*files: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        in_shards(folder)
+        write("model.safetensors.index.json", {"weight_map": {str(n): file for n, file in enumerate(files)}})(folder)
+
+    return change
+
+
+def a_weight_twice(folder: Path) -> None:
+    in_shards(folder)
+    for file in folder.glob("model-*"):
+        stored = dict(safetensors.read(file).tensors)
+        weights_files.write(file, {**stored, "embeddings.LayerNorm.bias": np.zeros(8, np.float32)}, {})
+
+
+def with_dense(folder: Path, *, bias: bool = True, activation: str = "Tanh", takes: int = 8, **stored: Any) -> Any:
+    """A layer from 8 to 5 values after the pooling, as sentence-transformers saves one; its matrix and bias."""
+    rng = np.random.default_rng(1)
+    matrix, shift = (rng.normal(size=size).astype(np.float32) for size in ((5, takes), (5,)))
+    dense = folder / "2_Dense"
+    dense.mkdir()
+    kind = f"torch.nn.modules.activation.{activation}"
+    settings = {"in_features": takes, "out_features": 5, "bias": bias, "activation_function": kind}
+    write("config.json", {**settings, **stored})(dense)
+    weights = {"linear.weight": matrix, **({"linear.bias": shift} if bias else {})}
+    weights_files.write(dense / "model.safetensors", weights, {"format": "pt"})
+    write("modules.json", [TRANSFORMER, POOLING, DENSE, NORMALIZE])(folder)
+    return matrix, shift * bias
 
 
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
 DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+DENSE_SETTINGS = {"in_features": 8, "out_features": 5, "bias": True, "activation_function": "torch.nn.Tanh"}
+NORMALIZE = {"idx": 3, "path": "3_Normalize", "type": "sentence_transformers.models.Normalize"}
 
 
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
         (without("config.json"), {}, "no config.json"),
-        (without("model.safetensors"), {}, "no model.safetensors; save the model in one such file"),
+        (without("model.safetensors"), {}, "no model.safetensors and no model.safetensors.index.json"),
+        (indexed("../other.safetensors"), {}, "names '../other.safetensors', which is not in its folder"),
+        (indexed("pytorch_model.bin"), {}, "no weight_map to safetensors files"),
+        (indexed("model-00001-of-00002.safetensors"), {}, "lacks 'embeddings"),
+        (indexed("model-00003-of-00002.safetensors"), {}, "model-00003-of-00002.safetensors: cannot be read"),
+        (a_weight_twice, {}, "'embeddings.LayerNorm.bias' is in model-00001-of-00002.safetensors and in"),
         (without("modules.json"), {}, "pooling is None, expected one of mean, cls"),
         (write("config.json", "{"), {}, "config.json cannot be read as JSON"),
         (write("config.json", "[" * 100_000), {}, "config.json cannot be read as JSON"),
         (write("config.json", "[]"), {}, "config.json is no JSON object"),
         (write("modules.json", "{}"), {}, "modules.json cannot be read"),
         (write("modules.json", [{**TRANSFORMER, "path": "../other"}, POOLING]), {}, "a path outside the folder"),
-        (write("modules.json", [TRANSFORMER, POOLING, DENSE]), {}, "has Transformer, Pooling, Dense"),
+        (write("modules.json", [TRANSFORMER, POOLING, {**DENSE, "type": "Weights"}]), {}, ", Pooling, W"),
+        (write("modules.json", [TRANSFORMER, POOLING, NORMALIZE, DENSE | {"idx": 9}]), {}, "Pooling, Normalize, Dense"),
+        (lambda folder: with_dense(folder, activation="Mish"), {}, "activation_function 'Mish', expected one of"),
+        (lambda folder: with_dense(folder, out_features=6), {}, r"2_Dense: 'linear.weight' has shape \[5, 8\]"),
+        (lambda folder: with_dense(folder, in_features="8"), {}, "2_Dense/config.json has in_features '8'"),
+        (lambda folder: with_dense(folder, takes=7), {}, "takes vectors of 7 values, those before it have 8"),
+        (lambda folder: [with_dense(folder, bias=False), write("2_Dense/config.json", DENSE_SETTINGS)(folder)], {},
+         "2_Dense/model.safetensors lacks 'linear.bias'"),
         (write("1_Pooling/config.json", {"pooling_mode_lasttoken": True}), {}, "pooling_mode_lasttoken"),
         (with_config(model_type="gpt2"), {}, "model_type 'gpt2'; encoders of the kinds bert, "),
         (with_config(is_decoder=True), {}, "is_decoder True"),
@@ -175,7 +240,7 @@ DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dens
         (with_config(num_hidden_layers="two"), {}, "num_hidden_layers 'two', expected a positive integer"),
         (with_config(num_hidden_layers=2), {}, "lacks 'encoder.layer.1.attention.self.query.weight' and 15 more"),
         (with_config(max_position_embeddings=99), {}, "position_embeddings.weight' has shape"),
-        (half_precision, {}, "is f16, expected f32; save model.float"),
+        (stored_as(np.float64), {}, "is f64, expected f32 or f16 or bf16; save model.float"),
         (without("vocab.txt"), {}, "texts=False"),
         (write("vocab.txt", "a\nman\n"), {}, "lacks"),
         (write("tokenizer_config.json", {"tokenizer_class": "MPNetTokenizer"}), {}, "MPNetTokenizer.*texts=False"),
@@ -192,9 +257,41 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(
 ) -> None:
     write_encoder(folder)
     change(folder)
-    with pytest.raises(ExportError, match=words):
+    with pytest.raises(BundleError, match=words):
         export_transformers(folder, folder.parent / "bundles" / "texts", **{"lengths": [8], **options})
     assert not list(folder.parent.glob("bundles/*"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_half_precision_are_those_numbers_in_f32(folder: Path, dtype: str) -> None:
+    weights = write_encoder(folder)
+    kind = np.dtype(getattr(pytest.importorskip("ml_dtypes"), dtype, dtype))
+    stored_as(kind)(folder)
+    rounded = {name: array.astype(kind).astype(np.float32) for name, array in weights.items()}
+    done = export_transformers(folder, folder.parent / "texts", [3], lengths=[8])
+    expected = pooled(states_by_torch("bert", rounded, IDS, MASK), MASK, "mean", normalize=True)
+    np.testing.assert_allclose(answer(done.directory, TEXTS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_may_lie_in_several_files(folder: Path) -> None:
+    weights = write_encoder(folder, layers=2)
+    in_shards(folder)
+    done = export_transformers(folder, folder.parent / "texts", [3], lengths=[8])
+    expected = pooled(states_by_torch("bert", weights, IDS, MASK), MASK, "mean", normalize=True)
+    np.testing.assert_allclose(answer(done.directory, TEXTS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("Tanh", True), ("Identity", False)])
+def test_a_dense_layer_follows_the_pooling(folder: Path, activation: str, bias: bool) -> None:
+    import torch
+
+    weights = write_encoder(folder)
+    matrix, shift = map(torch.from_numpy, with_dense(folder, activation=activation, bias=bias))
+    done = export_transformers(folder, folder.parent / "texts", [3], lengths=[8])
+    vectors = torch.from_numpy(pooled(states_by_torch("bert", weights, IDS, MASK), MASK, "mean", normalize=False))
+    layer = getattr(torch.nn, activation)()
+    expected = torch.nn.functional.normalize(layer(torch.nn.functional.linear(vectors, matrix, shift)))
+    np.testing.assert_allclose(answer(done.directory, TEXTS), expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def own_tokenizer(folder: Path, *, lowercase: bool) -> Any:
