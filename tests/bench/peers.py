@@ -418,7 +418,8 @@ async def run(wanted: Sequence[str], workloads: Sequence[Work], seconds: float, 
     machine = f"{platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}"
     when = datetime.now(UTC).date().isoformat()
     head = (
-        f"{when}, {machine}, load {load:.1f} before the start; {versions}; medians of {rounds} windows of {seconds} s."
+        f"{when}, {machine}, load {load:.1f} before the start and {os.getloadavg()[0]:.1f} at the "
+        f"end; {versions}; medians of {rounds} windows of {seconds} s."
     )
     print("\n".join([head, "", *verdicts]), flush=True)
     return [head, "", *verdicts, "", *lines], all(got >= least for _, got, least in asked)
