@@ -70,8 +70,8 @@ class Staging:
             target = self._buffer(index, dtype, (*shape[:axis], size, *shape[axis + 1 :]))
             joined = target
             if total < size:
-                target[_rows(axis, total, size)] = b"" if dtype.kind == "O" else 0
-                joined = target[_rows(axis, 0, total)]
+                target[rows_on(axis, total, size)] = b"" if dtype.kind == "O" else 0
+                joined = target[rows_on(axis, 0, total)]
             np.concatenate(parts, axis, out=joined)
             batch.append(target)
         return batch
@@ -165,5 +165,6 @@ def split(outputs: Sequence[Array], axes: Sequence[int | None], rows: Sequence[i
     return list(map(list, zip(*parts, strict=True)))
 
 
-def _rows(axis: int, start: int, stop: int) -> tuple[slice, ...]:
+def rows_on(axis: int, start: int, stop: int) -> tuple[slice, ...]:
+    """The index of these rows of an array whose rows are on ``axis``."""
     return (*(slice(None),) * axis, slice(start, stop))

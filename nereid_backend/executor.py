@@ -9,14 +9,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from nereid_backend.batching import Array, OutputCheck, Staging, padded_size, split, too_many_rows
+import numpy as np
+
+from nereid_backend.batching import Array, OutputCheck, Staging, padded_size, rows_on, split, too_many_rows
 from nereid_backend.engines import Engine
 from nereid_backend.errors import InvalidArgument
 from nereid_backend.spec import MAX_SIZE, VARIABLE, ModelSpec, Variant
 
 _LISTED_VARIANTS = 8
+# Several small runs instead of one that is padded must be so much cheaper: what a run takes is known from one trial.
+_WORTH_SEVERAL_RUNS = 0.75
+
+
+class _Cost(NamedTuple):
+    """What a run takes: seconds of the processors, and seconds."""
+
+    cpu_s: float
+    wall_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,9 @@ class _Programs:
     sizes: tuple[int, ...]
     takes: Container[int]
     """Rows of a request that one of them runs."""
+    costs: dict[int, _Cost] = field(default_factory=dict)
+    """Of a run of each size, where several runs may take the place of one."""
+    plans: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> _Programs:
@@ -33,6 +48,29 @@ class _Programs:
         if sizes and not spec.coalesce:
             return cls(sizes, frozenset(sizes))
         return cls(sizes, range((sizes[-1] if sizes else MAX_SIZE) + 1))
+
+    def plan(self, rows: int) -> tuple[int, ...]:
+        """The sizes of the runs that take so many rows at the least cost, the largest first; usually one."""
+        if len(self.costs) > 1 and rows and rows not in self.costs:
+            if rows not in self.plans:
+                self.plans[rows] = self._cheapest(rows)
+            return self.plans[rows]
+        return (padded_size(self.sizes, rows),)
+
+    def _cheapest(self, rows: int) -> tuple[int, ...]:
+        one = padded_size(self.sizes, rows)
+        # What each number of rows takes of the processors, and minus the size of a run of it, from those of fewer rows.
+        cheapest = [(0.0, 0)]
+        for count in range(1, rows + 1):
+            cheapest.append(min((cheapest[max(count - n, 0)][0] + self.costs[n].cpu_s, -n) for n in self.sizes))
+        several, left = [], rows
+        while left > 0:
+            several.append(-cheapest[left][1])
+            left -= several[-1]
+        wall_s = sum(self.costs[size].wall_s for size in several)
+        if cheapest[rows][0] > _WORTH_SEVERAL_RUNS * self.costs[one].cpu_s or wall_s > self.costs[one].wall_s:
+            return (one,)
+        return tuple(sorted(several, reverse=True))
 
 
 class Executor:
@@ -48,6 +86,11 @@ class Executor:
         # The programs that may run all requests of a call at once, whatever their sizes are.
         self._joining = self._any_variant if spec.coalesce and self._batched and not self._variable else None
         self._output_axes = [tensor.batch_axis for tensor in spec.outputs]
+        # Whether a run may be made in several: each tensor has rows, all of one shape.
+        self._divisible = spec.coalesce and all(
+            tensor.batch_axis is not None and VARIABLE not in tensor.row_shape
+            for tensor in (*spec.inputs, *spec.outputs)
+        )
         self._staging = Staging(spec.inputs, bounded=self._any_variant is None)
         self._check_outputs = OutputCheck(spec)
         self.run_s = 0.0
@@ -65,9 +108,11 @@ class Executor:
                 zeros = [t.element.zeros(shape) for shape, t in zip(shapes, inputs, strict=True)]
                 try:
                     self._engine.run(zeros)
-                    start = time.perf_counter()
+                    start, cpu_s = time.perf_counter(), time.process_time()
                     self._engine.run(zeros)
                     self.run_s = time.perf_counter() - start
+                    if self._divisible and programs.sizes:
+                        programs.costs[size] = _Cost(time.process_time() - cpu_s, self.run_s)
                 except Exception as error:
                     if programs.sizes:
                         raise
@@ -78,7 +123,7 @@ class Executor:
         """The outputs of each request, or why it has none."""
         joining = self._joining
         if joining is not None and (rows := self._rows_of_one_run(requests, joining.takes)) is not None:
-            return self._run_together(requests, rows, joining.sizes)
+            return self._run_together(requests, rows, joining)
         return self._run_apart(requests)
 
     def _rows_of_one_run(self, requests: Sequence[list[Array]], takes: Container[int]) -> list[int] | None:
@@ -114,9 +159,9 @@ class Executor:
             except Exception as error:  # noqa: BLE001 - arrays of a wrong rank, say: that request's own failure
                 results[index] = error
         for variant, members in groups.items():
-            sizes = (self._any_variant or self._programs[variant]).sizes
-            for shared in self._shared(members, rows, sizes):
-                outcomes = self._run_together([requests[i] for i in shared], [rows[i] for i in shared], sizes)
+            found = self._any_variant or self._programs[variant]
+            for shared in self._shared(members, rows, found.sizes):
+                outcomes = self._run_together([requests[i] for i in shared], [rows[i] for i in shared], found)
                 for index, outcome in zip(shared, outcomes, strict=True):
                     results[index] = outcome
         return results
@@ -180,25 +225,40 @@ class Executor:
         yield shared
 
     def _run_together(
-        self, requests: Sequence[list[Array]], rows: Sequence[int], sizes: Sequence[int]
+        self, requests: Sequence[list[Array]], rows: Sequence[int], programs: _Programs
     ) -> list[list[Array] | Exception]:
         try:
-            return [*self._run(requests, rows, sizes)]
+            return [*self._run(requests, rows, programs)]
         except Exception as error:  # noqa: BLE001 - the process edge: whatever a model raises ends here
             if len(rows) == 1:
                 return [error]
         # One of them may be at fault (an index out of range, say): alone, only that one fails.
-        return [self._run_together([r], [n], sizes)[0] for r, n in zip(requests, rows, strict=True)]
+        return [self._run_together([r], [n], programs)[0] for r, n in zip(requests, rows, strict=True)]
 
-    def _run(self, requests: Sequence[list[Array]], rows: Sequence[int], sizes: Sequence[int]) -> list[list[Array]]:
-        size = padded_size(sizes, sum(rows)) if self._spec.coalesce else rows[0]
+    def _run(self, requests: Sequence[list[Array]], rows: Sequence[int], programs: _Programs) -> list[list[Array]]:
+        plan = programs.plan(sum(rows)) if self._spec.coalesce else (rows[0],)
+        size = sum(plan)
         batch = self._staging.gather(requests, rows, size)
         start = time.perf_counter()
-        outputs = self._engine.run(batch)
+        outputs = self._check_outputs(self._engine.run(batch), size) if len(plan) == 1 else self._in_turn(batch, plan)
         self.run_s += 0.1 * (time.perf_counter() - start - self.run_s)
-        outputs = self._check_outputs(outputs, size)
         if len(rows) == 1 and rows[0] == size:
             return [outputs]
         # An identity model returns its input, which the next run overwrites.
         outputs = [output.copy() if self._staging.owns(output) else output for output in outputs]
         return split(outputs, self._output_axes, rows)
+
+    def _in_turn(self, batch: list[Array], plan: Sequence[int]) -> list[Array]:
+        """The outputs of ``batch``, which is run in parts of the sizes of ``plan``."""
+        joined = [np.empty(tensor.at_batch(sum(plan)), tensor.element.numpy) for tensor in self._spec.outputs]
+        start = 0
+        for size in plan:
+            part = [
+                np.asarray(array[rows_on(axis, start, start + size)], order="C")
+                for array, (_, axis, _) in zip(batch, self._batched, strict=True)
+            ]
+            outputs = self._check_outputs(self._engine.run(part), size)
+            for array, output, axis in zip(joined, outputs, self._output_axes, strict=True):
+                array[rows_on(axis or 0, start, start + size)] = output
+            start += size
+        return joined

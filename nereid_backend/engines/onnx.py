@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ CUDA_PROVIDER = "CUDAExecutionProvider"
 
 _decode, _encode = np.frompyfunc(bytes.decode, 1, 1), np.frompyfunc(str.encode, 1, 1)
 _BF16_ONNX = 16  # TensorProto.BFLOAT16
+# A run that streams so many weights takes milliseconds; to call another thread for less costs more than it saves.
+_BYTES_A_THREAD = 1 << 24
 
 
 def open_session(path: Path, device: str = "cpu", threads: int | None = None) -> Any:
     """An InferenceSession on exactly ``device``. Raises EngineMissing, DeviceMissing, SignatureError.
 
-    One intra-op thread and no spinning by default: on shared cores a spinning pool costs everyone else.
+    One intra-op thread by default, and no spinning: on shared cores a spinning pool costs everyone else.
     """
     ort = import_library("onnx")
     providers = _providers(ort, device)
@@ -54,6 +57,12 @@ def open_session(path: Path, device: str = "cpu", threads: int | None = None) ->
     return session
 
 
+def threads_for(directory: Path, instances: int = 1) -> int:
+    """How many threads run a model whose files lie in ``directory``: one for each 16 MiB, as the processors allow."""
+    size_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    return max(1, min(size_bytes // _BYTES_A_THREAD, len(os.sched_getaffinity(0)) // instances))
+
+
 def ports(session: Any) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
     """Inputs and outputs of the graph in graph order. Raises SignatureError for a type without a table row."""
     return tuple(map(_port, session.get_inputs())), tuple(map(_port, session.get_outputs()))
@@ -77,7 +86,8 @@ class OnnxEngine:
     @classmethod
     def load(cls, spec: ModelSpec, directory: Path) -> OnnxEngine:
         (program,) = spec.programs
-        return cls(open_session(directory / program.file, spec.device, spec.threads), spec)
+        threads = spec.threads or threads_for(directory, spec.instances)
+        return cls(open_session(directory / program.file, spec.device, threads), spec)
 
     def run(self, inputs: list[Array]) -> list[Array]:
         try:

@@ -1,10 +1,10 @@
 """nereid beside its peers: the same ONNX and StableHLO models, the same requests, one run, windows in turn.
 
 Contestants: nereid at its public address and at Triton's port, bare Triton with a hand-written model.py, KServe's
-Python server, LitServe, mosec without and with batches. The peers have environments of their own, built once in the
-cache folder (`NEREID_CACHE_DIR`) from the package index. The client (replay.py) is one asyncio process that shares the
-processors with the servers; its own cost a call is in the table. Answers are compared with those of the models in this
-process before anything is measured.
+Python server, LitServe, mosec without and with batches, and with batches in as many threads as there are processors.
+The peers have environments of their own, built once in the cache folder (`NEREID_CACHE_DIR`) from the package index.
+The client (replay.py) is one asyncio process that shares the processors with the servers; its own cost a call is in the
+table. Answers are compared with those of the models in this process before anything is measured.
 
 usage: python peers.py [--seconds 1.5] [--rounds 4] [--without KServe] [--write]
 
@@ -57,9 +57,10 @@ REQUIREMENTS = {
     "mosec": ("mosec==0.9.8", "onnxruntime", JAX),
 }
 NEREID, PORT, BARE, KSERVE, LITSERVE = "nereid", "nereid, Triton's port", "bare Triton", "KServe", "LitServe"
-MOSEC, MOSEC_BATCHES = "mosec", "mosec, batches"
+MOSEC, MOSEC_BATCHES, MOSEC_THREADS = "mosec", "mosec, batches", "mosec, batches, threads"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 180, 15
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+PROCESSORS = len(os.sched_getaffinity(0))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MARK = "<!-- written by peers.py -->"
 
@@ -198,6 +199,7 @@ async def contestants(scratch: Path, wanted: Sequence[str]) -> AsyncIterator[lis
             (LITSERVE, "litserve", (), {}),
             (MOSEC, "mosec", mosec, {"PEER_BATCH": "0"}),
             (MOSEC_BATCHES, "mosec", mosec, {"PEER_BATCH": "1"}),
+            (MOSEC_THREADS, "mosec", mosec, {"PEER_BATCH": "1", "PEER_THREADS": str(PROCESSORS)}),
         ):
             if name in wanted:
                 say(name)
@@ -254,7 +256,7 @@ async def serve_peer(
     own = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     own.pop("PYTHONPATH", None)
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, process_group=0)
     stack.callback(end, process)
     return Contestant(name, port, process.pid, grpc=script == "kserve")
 
@@ -383,8 +385,8 @@ def bars(found: dict[Work, dict[str, Figures]], bare_loop_rows: float) -> list[t
 
 
 def bare_loop(seconds: float) -> float:
-    """Runs a second of the 14 M-parameter model with 32 rows, called in a loop in this process."""
-    run = peer_models.load("mlp14m")
+    """Runs a second of the 14 M-parameter model with 32 rows, in a loop in this process and as many threads as ours."""
+    run = peer_models.load("mlp14m", PROCESSORS)
     x = peer_models.example("mlp14m", 32)
     run(x)
     calls, begun = 0, time.perf_counter()
@@ -416,14 +418,15 @@ async def run(wanted: Sequence[str], workloads: Sequence[Work], seconds: float, 
     machine = f"{platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}"
     when = datetime.now(UTC).date().isoformat()
     head = (
-        f"{when}, {machine}, load {load:.1f} before the start; {versions}; medians of {rounds} windows of {seconds} s."
+        f"{when}, {machine}, load {load:.1f} before the start and {os.getloadavg()[0]:.1f} at the "
+        f"end; {versions}; medians of {rounds} windows of {seconds} s."
     )
     print("\n".join([head, "", *verdicts]), flush=True)
     return [head, "", *verdicts, "", *lines], all(got >= least for _, got, least in asked)
 
 
 def main() -> int:
-    everybody = (NEREID, PORT, BARE, KSERVE, LITSERVE, MOSEC, MOSEC_BATCHES)
+    everybody = (NEREID, PORT, BARE, KSERVE, LITSERVE, MOSEC, MOSEC_BATCHES, MOSEC_THREADS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=4)

@@ -13,7 +13,7 @@ import pytest
 
 from nereid_backend import dtypes
 from nereid_backend.engines import Port
-from nereid_backend.engines.onnx import OnnxEngine, open_session, ports
+from nereid_backend.engines.onnx import OnnxEngine, open_session, ports, threads_for
 from nereid_backend.errors import DeviceMissing, EngineError, InvalidArgument, SignatureError
 from nereid_backend.spec import ModelSpec, Program, TensorSpec
 
@@ -129,6 +129,35 @@ def test_a_failing_graph_is_an_engine_error_and_the_session_goes_on(save: Any) -
         engine.run([x, np.array([99])])
     assert "\n" not in str(caught.value)
     assert engine.run([x, np.array([2])])[0].tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("mib", "processors", "instances", "threads"),
+    [(0, 8, 1, 1), (31, 8, 1, 1), (32, 8, 1, 2), (50, 8, 1, 3), (500, 8, 1, 8), (500, 8, 3, 2), (500, 2, 4, 1)],
+)
+def test_a_large_model_runs_in_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, processors: int, instances: int, threads: int
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("model.onnx", "data/weights"):  # weights may lie beside the graph
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(mib << 19)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    assert threads_for(tmp_path, instances) == threads
+
+
+@pytest.mark.parametrize(("said", "threads"), [(None, 3), (1, 1)])
+def test_the_number_of_threads_is_the_specs_where_it_says_one(
+    save: Any, rows: Any, monkeypatch: pytest.MonkeyPatch, said: int | None, threads: int
+) -> None:
+    path = subtract(save)
+    monkeypatch.setattr("nereid_backend.engines.onnx.threads_for", lambda *_: 3)
+    opened = []
+    monkeypatch.setattr(
+        "nereid_backend.engines.onnx.open_session", lambda *arguments: opened.append(open_session(*arguments))
+    )
+    OnnxEngine.load(spec([rows("a", "f32", 2), rows("b", "f32", 2)], [rows("d", "f32", 2)], threads=said), path.parent)
+    assert [session.get_session_options().intra_op_num_threads for session in opened] == [threads]
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -230,3 +231,69 @@ def test_every_request_gets_its_own_rows_whatever_shares_its_run(
             lengths = tuple(np.moveaxis(a, t.batch_axis, 0).shape[1] for a, t in zip(batch, inputs, strict=True))
             assert len(used) == 1
             assert used.pop() in sizes[lengths]
+
+
+def timed(
+    patch: pytest.MonkeyPatch, sizes: Sequence[int], cpu: Any, wall: Any, axis: int = 0
+) -> tuple[Executor, Recorder]:
+    """A warmed-up model of two numbers a row, under a clock that its runs move: ``cpu`` and ``wall`` by size."""
+    clock = SimpleNamespace(cpu=0.0, wall=0.0)
+    clock.process_time, clock.perf_counter = (lambda: clock.cpu), (lambda: clock.wall)
+    patch.setattr("nereid_backend.executor.time", clock)
+
+    def run(batch: list[np.ndarray]) -> list[np.ndarray]:
+        clock.cpu += cpu(batch[0].shape[axis])
+        clock.wall += wall(batch[0].shape[axis])
+        return batch
+
+    tensors = [TensorSpec("x", "i32", (-1, 2) if axis == 0 else (2, -1), axis)]
+    programs = [Program(str(size), size) for size in sizes]
+    executor, engine = opened(run, tensors, tensors, programs, max_batch_size=sizes[-1])
+    executor.warm_up()
+    engine.batches.clear()
+    return executor, engine
+
+
+def linear(size: int) -> float:
+    return 1.0 * size
+
+
+@pytest.mark.parametrize(
+    ("rows", "runs"), [(1, [1]), (3, [1, 1, 1]), (7, [8]), (8, [8]), (10, [8, 1, 1]), (28, [32]), (32, [32])]
+)
+def test_rows_that_would_be_padded_at_a_cost_go_to_several_runs(
+    monkeypatch: pytest.MonkeyPatch, rows: int, runs: list[int]
+) -> None:
+    executor, engine = timed(monkeypatch, (1, 8, 32), linear, linear)
+    results = executor.run([[np.full((1, 2), number, np.int32)] for number in range(rows)])
+    assert told(results) == [[[[number, number]]] for number in range(rows)]
+    assert [shape[0] for shape in engine.shapes] == runs
+
+
+@pytest.mark.parametrize(
+    ("cpu", "wall"),
+    [(lambda _: 1.0, linear), (linear, lambda _: 1.0), (lambda size: 3.0 + size, linear)],
+    ids=["a large run costs no more", "it takes no longer", "a run costs much by itself"],
+)
+def test_rows_share_one_padded_run_where_several_cost_as_much(
+    monkeypatch: pytest.MonkeyPatch, cpu: Any, wall: Any
+) -> None:
+    executor, engine = timed(monkeypatch, (1, 8), cpu, wall)
+    executor.run([[np.ones((3, 2), np.int32)]])
+    assert engine.shapes == [(8, 2)]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=3, unique=True).map(sorted),
+    st.integers(0, 1),
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+)
+def test_every_request_gets_its_own_rows_of_several_runs(sizes: list[int], axis: int, rows: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        executor, _ = timed(patch, sizes, linear, linear, axis)
+        shapes = [(count, 2) if axis == 0 else (2, count) for count in rows]
+        requests = [[np.full(shape, number, np.int32)] for number, shape in enumerate(shapes)]
+        fit = [count <= sizes[-1] for count in rows]
+        expected = [[sent[0].tolist()] if fits else None for sent, fits in zip(requests, fit, strict=True)]
+        got = [None if isinstance(r, InvalidArgument) else [r[0].tolist()] for r in executor.run(requests)]
+        assert got == expected

@@ -16,6 +16,7 @@ LARGEST_BATCH = {"echo": 64, "mlp": 64, "mlp14m": 64, "mib4": 4, "minilm": 8}
 DTYPES = {name: np.int32 if name == "minilm" else np.float32 for name in WIDTHS}
 KSERVE_TYPES = {np.float32: "FP32", np.int32: "INT32"}
 LAYERS = {"mlp": (16, 256, 256, 4), "mlp14m": (2400, 1800, 1800, 1800, 1800, 10)}
+THREADS = int(os.environ.get("PEER_THREADS", "1"))
 ECHOES = ("echo", "mib4")
 SIZES = (1, 8)
 ENCODER = {
@@ -30,8 +31,8 @@ ENCODER = {
 }
 
 
-def load(name):
-    """A function from input to output. One thread, no spinning: as nereid runs ONNX."""
+def load(name, threads=THREADS):
+    """A function from input to output. No spinning: as nereid runs ONNX."""
     if name in ECHOES:
         return lambda x: x
     if name == "minilm":
@@ -39,7 +40,7 @@ def load(name):
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     file = str(Path(os.environ["PEER_MODELS"]) / f"{name}.onnx")
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
