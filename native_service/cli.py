@@ -191,15 +191,21 @@ def run_command(command: click.Command, name: str) -> None:
     try:
         command(prog_name=name, obj="isolated")
     except NereidError as error:
-        for handler in logging.getLogger().handlers:
-            handler.flush()  # the error is the last line
+        _flush()
         for line in str(error).splitlines():
             _complain(line)
         sys.exit(1)
     except Exception as error:  # the edge of the process
-        logging.getLogger("nereid").debug("unexpected", exc_info=True)
-        _complain(f"{type(error).__name__}: {error} (please report it; --verbose shows where)")
+        logging.getLogger("nereid").error("unexpected", exc_info=True)
+        _flush()
+        _complain(f"{type(error).__name__}: {error} (please report it with the lines above)")
         sys.exit(1)
+
+
+def _flush() -> None:
+    """What ends the command is the last line."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 if __name__ == "__main__":

@@ -116,7 +116,10 @@ def leftovers(cache_folder: Path) -> tuple[list[str], list[str]]:
         dead: list[Path] = []
         living: list[Path] = []
         for run in runs_below(cache_folder):
-            lease = locks.try_lock(run / LEASE)
+            try:
+                lease = locks.try_lock(run / LEASE)
+            except FileNotFoundError:  # it has just ended
+                continue
             (living if lease is None else dead).append(run)
             if lease is not None:
                 os.close(lease)
@@ -130,7 +133,10 @@ def sweep(runs: Path) -> None:
     for path in sorted(runs.iterdir()):
         if not path.is_dir():
             continue
-        lease = locks.try_lock(path / LEASE)
+        try:
+            lease = locks.try_lock(path / LEASE)
+        except FileNotFoundError:  # a run that ends removes its folder by itself, without our lock
+            continue
         if lease is None:
             continue
         try:

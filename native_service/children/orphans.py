@@ -39,7 +39,11 @@ def _zombies() -> set[int]:
     """Our children that have ended and wait to be waited for."""
     found = set()
     for thread in Path("/proc/self/task").iterdir():
-        for pid in map(int, (thread / "children").read_text().split()):
+        try:
+            children = (thread / "children").read_text()
+        except OSError:  # the thread has ended: its children are another's now, and seen at the next look
+            continue
+        for pid in map(int, children.split()):
             try:
                 stat = Path(f"/proc/{pid}/stat").read_text()
             except OSError:

@@ -55,7 +55,7 @@ class Health:
     async def _check(self, data: bytes, context: Any) -> Any:
         async with errors_told(context):
             name = parsed(health_pb2.HealthCheckRequest, data).service
-            if name not in self._statuses:
+            if self._statuses.get(name, Status.SERVICE_UNKNOWN) == Status.SERVICE_UNKNOWN:
                 raise NotFound(f"nothing named {short_repr(name)} is served here")
             return Status(status=self._statuses[name])
         raise AssertionError("errors_told ends the call")

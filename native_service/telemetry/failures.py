@@ -1,6 +1,6 @@
 """One line of the log for each call that failed, wherever it ended: in our service, or between Envoy and Triton.
 
-Envoy prints a line of JSON about the latter (``envoy_listeners.FAILURE_FIELDS``).
+Envoy prints a line of JSON about the latter (:data:`native_service.envoy.listeners.FAILURE_FIELDS`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a record of the log looks like at the output: text or JSON, without secrets, and not without end.
 
-A record may carry ``fields`` (a mapping: model, request_id, ...) and a ``kind``: of one kind only some are written a
-minute, however many there are, and the rest is counted.
+A record may carry ``fields`` (a mapping: model, request_id, ...) and a ``kind``: of one kind thirty are written at
+once and then two a second, however many there are, and the rest is counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HIDDEN = "***"
 _SHORTEST_SECRET = 4
 # authorization: Bearer x, "x-api-key": "x", ('authorization', 'Basic x'), metadata_api_key=x
 _NAMED = re.compile(
-    r"""((?:authorization|x-api-key|api[-_]?key|cookie)\\?["']?\s*[:=,]\s*\\?["']?)(?:(bearer|basic)\s+)?[^\s"',;)}\]\\]+""",
+    r"""((?:authorization|x-api-key|api[-_]?key|cookie)\\?["']?\s*[:=,]\s*\\?["']?)(?:[a-z]+[ \t]+)?[^\s"',;)}\]\\]+""",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)

@@ -17,7 +17,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives
 _PROC = Path("/proc")
 # A run over its limit may still end by itself; nobody waits for it any more.
 _GRACE_S = 2.0
-# A process that runs nothing beats every two seconds, unless something holds its interpreter or it has been stopped.
+# A process that runs nothing beats five times a second, unless something holds its interpreter or it has been stopped.
 _SILENT_S = 30.0
 # Who looks so much later than before stood still itself, and with it maybe the whole container (docker pause).
 _STOOD_STILL_S = 15.0

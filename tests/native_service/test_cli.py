@@ -63,3 +63,19 @@ def test_a_port_somebody_has_stops_the_start_before_any_work(tmp_path: Path, nam
     assert (done.returncode, done.stderr) == (
         1, f"error: server.{name} {address} cannot be bound (Address already in use)\n",
     )  # fmt: skip
+
+
+def test_what_nobody_planned_for_is_told_with_its_traceback_and_ends_in_one_line(tmp_path: Path) -> None:
+    code = (
+        "import click\n"
+        "from native_service import cli\n"
+        "@click.command()\n"
+        "def broken(): raise KeyError('x')\n"
+        "cli.run_command(broken, 'broken')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert last == "error: KeyError: 'x' (please report it with the lines above)"
+    assert "Traceback (most recent call last):" in before
+    assert "KeyError: 'x'" in before

@@ -55,6 +55,7 @@ def test_what_a_caller_chose_cannot_steer_the_terminal_that_shows_the_last_failu
     [
         "authorization: Bearer %s",
         "{'Authorization': 'Basic %s'}",
+        "authorization: Token %s",
         '"x-api-key": "%s"',
         "(('x-api-key', '%s'),)",
         "api_key=%s&x=1",

@@ -3,6 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
+
+from native_service.children import orphans
 
 
 def test_orphans_are_waited_for_and_children_of_our_own_keep_their_exit_code() -> None:
@@ -34,3 +39,13 @@ def test_orphans_are_waited_for_and_children_of_our_own_keep_their_exit_code() -
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines() == ["True set()", "7"]
+
+
+def test_a_thread_that_ends_while_it_is_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as child:
+        while True:  # until it is a zombie
+            if child.pid in orphans._zombies():
+                break
+        look = Path.iterdir
+        monkeypatch.setattr(Path, "iterdir", lambda folder: [folder / "0", *look(folder)])
+        assert child.pid in orphans._zombies()

@@ -1,5 +1,6 @@
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,3 +167,24 @@ def test_two_caches_never_share_a_prefix(tmp_path: Path, shared_memory: Path) ->
     assert len({run.shared_memory_prefix.split("-")[1] for run in runs}) == 2
     for run in runs:
         run.close()
+
+
+@pytest.mark.parametrize("looks", ["sweep", "leftovers"])
+def test_a_run_that_ends_while_others_are_looked_at_is_passed_over(
+    cache: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, looks: str
+) -> None:
+    """It removes its folder by itself, between our look into the folder of runs and the one at its lease."""
+    ended, _ = abandon(cache)
+    try_lock = run_directory.locks.try_lock
+
+    def ends_first(path: Path) -> int | None:
+        if path.parent == ended and ended.exists():
+            shutil.rmtree(ended)
+        return try_lock(path)
+
+    monkeypatch.setattr(run_directory.locks, "try_lock", ends_first)
+    if looks == "sweep":
+        run_directory.sweep(cache / "run")
+    else:
+        assert run_directory.leftovers(cache) == ([], [])
+    assert not ended.exists()
