@@ -242,6 +242,7 @@ async def _open_http(
     metrics = _metrics(triton, catalogue, control, residency, front)
     ending.push_async_callback(metrics.stop)
     await metrics.start()
+    catalogue.before_unload = metrics.look
     if server.http is not None:
         probes = HttpEndpoints(
             f"{run.short_path}/{HTTP_SOCKET}",
@@ -273,7 +274,7 @@ def _metrics(
             {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
             residency.residences,
         ),
-        more=SnoozeMetrics(lambda: front.snooze.counts, residency, lambda: triton.restarts).text,
+        more=SnoozeMetrics(lambda: front.snooze.counts, residency).text,
     )
 
 

@@ -68,6 +68,10 @@ class ServedModel:
         return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s, self.place)
 
 
+async def _see_nothing() -> None:
+    pass
+
+
 class Catalogue:
     """The models of one Triton. Changes of one model take turns; a slow one does not hold up those of others."""
 
@@ -82,6 +86,8 @@ class Catalogue:
         self.conversion_s: dict[str, float] = {}
         """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
         self.load_s: dict[str, float] = {}
+        self.before_unload: Callable[[], Awaitable[None]] = _see_nothing
+        """Done before a model leaves Triton, or another version takes its place: it forgets what it has counted."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._routing = asyncio.Lock()
 
@@ -324,6 +330,7 @@ class Catalogue:
         loads = new.place is Place.TRITON
         if owned and not same and loads:
             await asyncio.to_thread(_check_memory, new.spec.name, fresh)
+            await self.before_unload()
         moved: list[str] = []
         loaded: list[str] = []
         try:
@@ -359,6 +366,8 @@ class Catalogue:
             _LOG.error("model %r could not be brought back: %s", model, error)
 
     async def _unload(self, models: Sequence[str]) -> None:
+        if models:
+            await self.before_unload()
         for model in reversed(models):
             try:
                 await self._triton.unload(model)

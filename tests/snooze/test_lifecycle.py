@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -118,6 +119,22 @@ def test_the_one_place_goes_to_whom_is_called_unless_a_pinned_model_has_it(calle
     assert caught.value.retry_after == 5
     client.models.unpin("a")
     assert_adds_one(client.infer("b", INPUT))
+
+
+def test_what_a_model_has_counted_is_kept_while_it_is_away(snooze: Snoozing) -> None:
+    client = snooze.client()
+
+    def rows() -> int:
+        (found,) = re.findall(r'^nv_inference_count{model="a",version="1"} (\S+)$', client.metrics(), re.MULTILINE)
+        return int(float(found))
+
+    client.infer("a", INPUT)
+    before = rows()
+    for more in (1, 2):
+        client.infer("a", INPUT)
+        client.infer("b", INPUT)  # which takes its place at once
+        assert (state(client, "a"), rows()) == ("idle", before + more * len(ROWS))
+    snooze.close_clients()
 
 
 def test_a_client_that_hangs_up_does_not_leave_half_of_an_unload(sdk: Any, snooze: Snoozing) -> None:
