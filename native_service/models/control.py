@@ -39,7 +39,7 @@ _LOG = logging.getLogger("nereid.serve")
 
 _MOST_WAITING = 16
 # What a model need not be converted or loaded anew for, as its queue_capacity.
-_ADMISSION_OPTIONS = ("time_limit_s", "required", "load", "idle_timeout_s", "pinned")
+_ADMISSION_OPTIONS = ("time_limit_s", "required", "load", "idle_timeout_s", "min_residency_s", "pinned")
 
 
 class _Attempt(NamedTuple):

@@ -383,9 +383,9 @@ class Residency:
 
     def _victims(self, name: str) -> Iterator[str]:
         now = time.monotonic()
-        for each in self._catalogue.served:
-            stay = self._stays[each]
-            young = now - stay.since < self.settings.min_residency_s
+        for each, model in self._catalogue.served.items():
+            stay, own_s = self._stays[each], model.source.settings.options.min_residency_s
+            young = now - stay.since < (self.settings.min_residency_s if own_s is None else own_s)
             if each != name and self._is_open(each) and not (stay.is_busy or young) and self._may_leave(each):
                 yield each
 

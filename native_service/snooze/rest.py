@@ -211,6 +211,8 @@ class RestServer:
         answer says how it is.
         """
         name, keys = upload.model_id, upload.keys
+        if without := keys.without_effect:
+            _LOG.warning("the uploaded model %r: %s has no effect here", name, ", ".join(without))
         base = self._control.settings_for(name)
         if base is None:
             raise NotOffered("this server serves the models that its settings list, and no uploaded ones")
