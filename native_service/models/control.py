@@ -102,7 +102,10 @@ class ModelControl:
         return {name: self._records[name] for name in names if name not in self._unloaded}
 
     async def convert(self) -> list[tuple[Source, Converted]]:
-        """Convert everything the settings name. Raises BundleError with a line per model that failed."""
+        """Convert everything the settings name. Raises BundleError with a line per model that failed.
+
+        What nobody has asked for does not keep the others from starting: it is left out.
+        """
         async with self._new_converter() as converter:
             sources, problems = await converter.sources(self._settings)
             self._report(problems, BundleError)
@@ -112,7 +115,10 @@ class ModelControl:
                 try:
                     staged = await self._stage(source, converter, specs)
                 except NereidError as error:
-                    problems.append(f"model {source.name!r}: {error}")
+                    if _is_asked_for(source, self._settings):
+                        problems.append(f"model {source.name!r}: {error}")
+                    else:
+                        self._complain(f"model {source.name!r}: {error}; it is left out")
                 else:
                     converted.append((source, staged))
                     specs[source.name] = staged.spec
@@ -358,6 +364,7 @@ class ModelControl:
         specs = served.copy()
         staged: list[tuple[Source, Converted]] = []
         admitted: list[Source] = []
+        left_out: list[str] = []
         try:
             view = await asyncio.to_thread(self._look)
             async with self._new_converter() as converter:
@@ -374,7 +381,8 @@ class ModelControl:
                         staged.append((source, await self._stage(source, converter, specs)))
                         specs[source.name] = staged[-1][1].spec
                     except NereidError as error:
-                        problems.append(f"model {source.name!r}: {error}")
+                        asked_for = _is_asked_for(source, settings)
+                        (problems if asked_for else left_out).append(f"model {source.name!r}: {error}")
             if problems and not self._lenient:
                 raise BundleError("\n".join(problems))
             await before()
@@ -383,7 +391,7 @@ class ModelControl:
             for _, ready in staged:
                 await self._catalogue.discard(ready)
             raise
-        outcome.failed.extend(problems)
+        outcome.failed.extend((*problems, *left_out))
         self._settings, self._view = settings, None
         self._said = settings.models, settings.others
         self._complaints.clear()
@@ -511,6 +519,13 @@ class ModelControl:
         if line not in self._complaints:
             self._complaints.add(line)
             _LOG.warning("%s", line)
+
+
+def _is_asked_for(source: Source, settings: Settings) -> bool:
+    """Whether the settings list it, or want it in Triton before somebody calls it."""
+    options = source.settings.options
+    listed = any(model.name == source.name for model in settings.models)
+    return listed or options.pinned or options.load == "start"
 
 
 def _undo_swap(file: Path, target: Path, was_there: bool) -> None:

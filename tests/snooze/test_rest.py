@@ -30,6 +30,8 @@ def make(models: Path) -> None:
     for name in ("adder", "fresh_sync", "fresh_async", "moved_sync", "moved_async"):
         write_adder(models / f"{name}.onnx")
     write_adder(models / "file-of-listed.onnx", amount=2.0)
+    for name in ("broken.onnx", "no name.onnx"):
+        (models / name).write_bytes(b"no model")
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +248,17 @@ def test_a_file_dropped_into_the_folder_is_there_after_a_refresh(snooze: Snoozin
     np.testing.assert_array_equal(output(client.infer(name, INPUT)), ROWS + 6)
     (snooze.models / f"{name}.onnx").unlink()
     assert name not in {model.id for model in client.models.refresh()}
+
+
+def test_a_broken_file_is_left_out_until_it_is_mended(snooze: Snoozing) -> None:  # 20
+    client = snooze.client(use_grpc=False)
+    assert "broken" not in {model.id for model in client.models.list()}
+    refused(snoozeml.ModelNotFoundError, 404, client.infer, "broken", INPUT)
+    assert "broken" not in {model.id for model in client.models.refresh()}
+    write_adder(snooze.models / "broken.onnx", amount=7.0)
+    assert "broken" in {model.id for model in client.models.refresh()}
+    np.testing.assert_array_equal(output(client.infer("broken", INPUT)), ROWS + 7)
+    snooze.close_clients()
 
 
 def test_metrics_are_what_the_sdk_adds_up(rest: Any) -> None:  # 24
