@@ -185,7 +185,8 @@ class Catalogue:
             try:
                 if model.place is Place.IDLE:
                     for each, behind in model.loads(at_once=True):
-                        await self._triton.load(each, self.load_timeout_s, behind)
+                        # Triton may believe that it has it still, of which the processes are dead then.
+                        await self._load_anew(each, behind)
                     self.load_s[name] = time.monotonic() - begun
                 await self._place(name, Place.TRITON)
             except NereidError:
@@ -302,7 +303,8 @@ class Catalogue:
 
     async def _load_anew(self, model: str, behind: Sequence[str] = ()) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
-        os.utime(self._run.repository / model / VERSION)
+        for each in (*behind, model):
+            os.utime(self._run.repository / each / VERSION)
         await self._triton.load(model, self.load_timeout_s, behind)
 
     async def _serve(
@@ -372,7 +374,7 @@ class Catalogue:
             try:
                 await self._triton.unload(model)
             except NereidError as error:
-                _LOG.warning("%s; nobody can reach it", error)
+                _LOG.warning("%s; its processes are killed and nobody can reach it", error)
 
     async def _drop(self, models: Sequence[str]) -> None:
         await self._unload(models)
