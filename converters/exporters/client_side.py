@@ -26,7 +26,7 @@ from nereid_backend.user_code import USER_CODE
 
 @dataclass(frozen=True, slots=True)
 class ClientSide:
-    """Client specs and hooks of a bundle (see "Hooks" in the README).
+    """Client specs and hooks of a bundle (see "Hooks" in nereid_backend/MODELS.md).
 
     ``inputs`` and ``outputs``, in wire order, may be left out where built-ins tell them. ``preprocess`` and
     ``postprocess`` are built-ins in the order they run, as a manifest declares them: ``{"softmax": {"input": "logits",

@@ -121,10 +121,11 @@ def test_what_envoy_cuts_off_puts_no_call_into_a_wrong_bucket(times_ms: list[flo
     assert abs(found[f"{name}_sum", labels] - sum(times_ms) / 1000) <= sum(0.0005 + time / 20_000 for time in times_ms)
 
 
-def test_the_readme_lists_what_is_shown_and_nothing_else() -> None:
+def test_the_page_lists_what_is_shown_and_nothing_else() -> None:
     calls = Calls()
     calls.set_models(["m"])
     shown = exposition(TRITON, admitted("m"), counted(calls, {}), Loads({"m": 1}, {"m": 1}, {"m": 0}, {"envoy": 0}))
     names = set(re.findall(r"^# TYPE (nereid_\w+) ", shown, re.MULTILINE))
-    table = (Path(__file__).parents[2] / "README.md").read_text().partition("### Metrics")[2].partition("###")[0]
+    page = Path(__file__).parents[2] / "native_service" / "SERVING.md"
+    table = page.read_text().partition("## Metrics")[2].partition("##")[0]
     assert set(re.findall(r"`(nereid_\w+)`", table)) == names

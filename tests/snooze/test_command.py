@@ -20,12 +20,12 @@ from snoozing import ADM, INF, JWT_SECRET
 from native_service.snooze import models_file
 from native_service.snooze.command import snooze
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "native_service" / "SNOOZEML.md"
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def readme(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
