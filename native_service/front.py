@@ -68,6 +68,8 @@ class Front:
         self._snooze: SnoozeInference | None = None
         self.limits = Limits()
         """What calls that begin now may send, once it has been started."""
+        self.envoy_buffered_bytes = self.limits.max_buffered_bytes
+        """What Envoy may hold, as it was started."""
         self._http_inference: HttpInference | None = None
         self._specs: list[ModelSpec] = []
         self._lacks = False
@@ -94,8 +96,36 @@ class Front:
         for anything else.
         """
         self._specs, self.limits = [model.spec for model in models], server.limits
-        limits = self.limits
-        specs = self._specs
+        service = await self._open_services(models, server, control)
+        envoy = self._envoy = EnvoyServer(
+            self._program,
+            self._run.path,
+            self._run.short_path,
+            bind=server.bind,
+            max_message_bytes=self.limits.max_request_bytes,
+            max_buffered_bytes=self.limits.max_buffered_bytes,
+            environment=self._run.environment,
+            access=self._access,
+            http=server.http,
+            http_infer=server.http_infer,
+            rest=server.rest,
+        )
+        self.envoy_buffered_bytes = self.limits.max_buffered_bytes
+        self._ending.push_async_callback(envoy.stop, _DRAIN_S if self._drain_s is None else self._drain_s)
+        service.set_serving(True)
+        bound = await envoy.start(self._triton.addresses.grpc, models)
+        if (tls := self._access.tls) is not None:
+            following = certificates.follow(tls, envoy.read_certificates_again)
+            self._ending.callback(asyncio.create_task(following).cancel)
+        # The first thing at the end: probes learn of it while calls are still taken.
+        self._ending.callback(service.set_serving, False)
+        return bound
+
+    async def _open_services(
+        self, models: Sequence[Admitted], server: ServerSettings, control: ModelControl | None
+    ) -> NativeServer:
+        """Our servers on the sockets that Envoy hands calls to; the one for gRPC, which says that it does not serve."""
+        limits, specs = self.limits, self._specs
         channel = open_channel(f"unix:{self._run.short_path}/{INNER_SOCKET}")
         self._ending.push_async_callback(channel.close)
         self._inference = inference = Inference(channel, self._refusals)
@@ -128,9 +158,8 @@ class Front:
         watching = inference.half_sent.watch(room, lambda: native.budget.is_crowded)
         self._ending.callback(asyncio.create_task(watching).cancel)
         inference.calls.set_models([spec.name for spec in specs])
-        largest = limits.max_request_bytes
         handlers = (native.handler, kserve.handler, snooze_service.handler)
-        service = NativeServer(handlers, [spec.name for spec in specs], largest)
+        service = NativeServer(handlers, [spec.name for spec in specs], limits.max_request_bytes)
         self._ending.push_async_callback(service.stop, 0)
         self._server = service
         await service.start(f"unix:{self._run.short_path}/{SERVICE_SOCKET}")
@@ -138,29 +167,7 @@ class Front:
             self._http_inference = http = HttpInference(kserve, limits, native.budget)
             self._ending.push_async_callback(http.stop)
             await http.start(f"{self._run.short_path}/{HTTP_INFER_SOCKET}")
-        self._envoy = EnvoyServer(
-            self._program,
-            self._run.path,
-            self._run.short_path,
-            bind=server.bind,
-            max_message_bytes=largest,
-            max_buffered_bytes=limits.max_buffered_bytes,
-            environment=self._run.environment,
-            access=self._access,
-            http=server.http,
-            http_infer=server.http_infer,
-            rest=server.rest,
-        )
-        drain_s = _DRAIN_S if self._drain_s is None else self._drain_s
-        self._ending.push_async_callback(self._envoy.stop, drain_s)
-        service.set_serving(True)
-        bound = await self._envoy.start(self._triton.addresses.grpc, models)
-        if (tls := self._access.tls) is not None:
-            following = certificates.follow(tls, self._envoy.read_certificates_again)
-            self._ending.callback(asyncio.create_task(following).cancel)
-        # The first thing at the end: probes learn of it while calls are still taken.
-        self._ending.callback(service.set_serving, False)
-        return bound
+        return service
 
     async def restore_regions(self) -> None:
         """Tell a Triton that has been started again of the shared memory that clients have registered."""
@@ -286,14 +293,14 @@ class Front:
         return self._access
 
     async def set_access(self, access: Access) -> None:
-        """Let the keys of ``access`` in instead of those from before, and read the certificates again.
+        """Let the keys and tokens of ``access`` in instead of those from before, and read the certificates again.
 
-        Tokens, and which files hold the certificates, stay as they are. Raises EnvoyUnavailable.
+        Which files hold the certificates stays as it is. Raises EnvoyUnavailable.
         """
         if self._envoy is None:
             raise RuntimeError("the front has not been started")
         if access.credentials is not None and access != self._access:
-            await self._envoy.set_keys(access.credentials.keys)
+            await self._envoy.set_credentials(access.credentials)
             self._access = access
         self._envoy.read_certificates_again()
 

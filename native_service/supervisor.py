@@ -162,17 +162,7 @@ async def _start(
     triton = _triton(install, run)
     status = Status(_sources(settings, options), triton, install.version, failures)
     reload: Reload | None = None
-
-    async def order_reload() -> dict[str, list[str]]:
-        if reload is None:
-            raise ServerUnavailable("the server is still starting; try again when it is ready")
-        return asdict(await reload.run())
-
-    channel = ControlChannel(
-        run, questions={"/status": status.server, "/models": status.models}, orders={"/reload": order_reload}
-    )
-    ending.push_async_callback(channel.stop)
-    await channel.start()
+    await _open_channel(run, status, lambda: reload, ending)
     catalogue = Catalogue(run, triton, server.limits.load_timeout_s)
     ending.enter_context(LostProcesses(catalogue.end_given_up))
     # Sources that may change while they are served must not be shared with what runs.
@@ -206,6 +196,23 @@ async def _start(
     reload = Reload(settings, options.reread, control, parts)
     hangup.will(reload.run)
     return endpoints, Watchdog(catalogue, control, triton, front.restore_regions), front
+
+
+async def _open_channel(
+    run: RunDirectory, status: Status, reload: Callable[[], Reload | None], ending: contextlib.AsyncExitStack
+) -> None:
+    """What the commands for a running server ask and tell it; ``reload`` gives None before it is ready."""
+
+    async def order_reload() -> dict[str, list[str]]:
+        if (ready := reload()) is None:
+            raise ServerUnavailable("the server is still starting; try again when it is ready")
+        return asdict(await ready.run())
+
+    channel = ControlChannel(
+        run, questions={"/status": status.server, "/models": status.models}, orders={"/reload": order_reload}
+    )
+    ending.push_async_callback(channel.stop)
+    await channel.start()
 
 
 def _following(control: ModelControl, options: Options) -> asyncio.Task[None]:

@@ -2,8 +2,9 @@
 
 The script knows keys by their digests only; it hashes what a caller sends, which takes LuaJIT 1.2 us per 64 bytes.
 Tokens are verified by ``jwt_authn`` before it, whose secret is in a file, not in the configuration. Both are first
-among the filters: a stranger's message is refused before its body is read. Keys and roles travel with the routes, so
-that they can change while Envoy runs; a listener whose routes have none refuses everything.
+among the filters: a stranger's message is refused before its body is read. Keys and roles travel with the routes, and
+the rules for tokens in a file that Envoy watches, so that they can change while it runs, also for open connections; a
+listener whose routes have none refuses everything.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ Json = dict[str, Any]
 TLS_FOLDER, SERVER_SECRET_FILE, CLIENTS_SECRET_FILE = "tls", "server.json", "clients.json"
 """Below the run directory: what a rename in the folder makes Envoy read again, certificates included."""
 TOKEN_SECRET_FILE = "token-secret.json"  # noqa: S105 - a file's name
-"""In the run directory."""
+"""In the run directory. Another secret is in a file of another name: Envoy reads each once."""
 
 ROLES = "roles"
 _TYPE = "type.googleapis.com/"
 _LUA = _TYPE + "envoy.extensions.filters.http.lua.v3.Lua"
 _JWT = "envoy.filters.http.jwt_authn"
+_VERIFIER = _TYPE + "envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
 _PROVIDER, _CLAIMS, _FAILURE = "nereid", "claims", "failure"
 _KNOWN_TOKENS = 1000
 
@@ -89,12 +91,24 @@ def _secret_file(name: str, secret: Json) -> Json:
     return {"resources": [{"@type": kind, "name": name, **secret}]}
 
 
-def filters(credentials: Credentials | None) -> list[Json]:
-    """What comes before all other HTTP filters of an address."""
+def filters(credentials: Credentials | None, tokens: Json) -> list[Json]:
+    """What comes before all other HTTP filters of an address; ``tokens`` is the filter of them, or where it is."""
     if credentials is None:
         return []
     closed = {"name": ROLES, "typed_config": {"@type": _LUA, "default_source_code": {"inline_string": _CLOSED}}}
-    return [*([_tokens(credentials.tokens)] if credentials.tokens else []), closed]
+    return [tokens, closed]
+
+
+def token_filter(credentials: Credentials | None, secret_file: str) -> Json:
+    """The verifier of tokens, which lets everything pass where there are none."""
+    rules = None if credentials is None else credentials.tokens
+    config = {} if rules is None else _tokens(rules, secret_file)
+    return {"name": _JWT, "typed_config": {"@type": _VERIFIER, **config}}
+
+
+def watched_token_filter(source: Json) -> Json:
+    """The same from ``source``, in place of it."""
+    return {"name": _JWT, "config_discovery": {"config_source": source, "type_urls": [_VERIFIER]}}
 
 
 def per_route(credentials: Credentials | None) -> Json:
@@ -106,15 +120,15 @@ def per_route(credentials: Credentials | None) -> Json:
 
 
 def token_secret_file(rules: TokenRules) -> str:
-    """The text of ``TOKEN_SECRET_FILE``: with it a token can be made."""
+    """The text of the file of the secret: with it a token can be made."""
     key = base64.urlsafe_b64encode(rules.secret).rstrip(b"=").decode()
     return json.dumps({"keys": [{"kty": "oct", "alg": rules.algorithm, "k": key}]})
 
 
-def _tokens(rules: TokenRules) -> Json:
+def _tokens(rules: TokenRules, secret_file: str) -> Json:
     """Leaves the verdict on a token in the metadata: the script asks for it only when no key fits."""
     provider: Json = {
-        "local_jwks": {"filename": TOKEN_SECRET_FILE},
+        "local_jwks": {"filename": secret_file},
         # Otherwise also ?access_token= of the path would do.
         "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
         "require_expiration": True,
@@ -131,8 +145,7 @@ def _tokens(rules: TokenRules) -> Json:
         "match": {"prefix": "/"},
         "requires": {"requires_any": {"requirements": [{"provider_name": _PROVIDER}, {"allow_missing_or_failed": {}}]}},
     }
-    kind = _TYPE + "envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
-    return {"name": _JWT, "typed_config": {"@type": kind, "providers": {_PROVIDER: provider}, "rules": [rule]}}
+    return {"providers": {_PROVIDER: provider}, "rules": [rule]}
 
 
 def script(credentials: Credentials) -> str:

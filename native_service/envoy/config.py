@@ -39,6 +39,7 @@ from native_service.envoy.settings import (
     ROUTES_FILE,
     SERVICE,
     SERVICE_SOCKET,
+    TOKENS_FILE,
     Admitted,
     EnvoySettings,
     Json,
@@ -58,11 +59,12 @@ _TYPE = "type.googleapis.com/"
 def bootstrap(settings: EnvoySettings) -> Json:
     """The start file; clusters and routes come from the watched files."""
     routes = {"rds": {"route_config_name": PUBLIC, "config_source": _watched(ROUTES_FILE)}}
+    tokens = envoy_access.watched_token_filter(_watched(TOKENS_FILE))
     files = {HTTP: HTTP_ROUTES_FILE, HTTP_INFER: HTTP_INFER_ROUTES_FILE, REST: REST_ROUTES_FILE}
     http = {name: {"rds": {"route_config_name": name, "config_source": _watched(file)}} for name, file in files.items()}
     return {
         **_base(settings),
-        "static_resources": {"listeners": listeners(settings, routes, http)},
+        "static_resources": {"listeners": listeners(settings, routes, http, tokens)},
         "dynamic_resources": {"cds_config": _watched(CLUSTERS_FILE)},
     }
 
@@ -71,8 +73,15 @@ def validation(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:
     """The same without watched files, because ``--mode validate`` does not read those."""
     routes = {"route_config": route_configuration(settings, models)}
     http = {name: {"route_config": _http_routes(settings, name)} for name in (HTTP, HTTP_INFER, REST)}
-    resources = {"listeners": listeners(settings, routes, http), "clusters": clusters(settings, models)}
+    tokens = envoy_access.token_filter(settings.access.credentials, settings.token_secret_file)
+    resources = {"listeners": listeners(settings, routes, http, tokens), "clusters": clusters(settings, models)}
     return {**_base(settings), "static_resources": resources}
+
+
+def tokens_file(settings: EnvoySettings) -> Json:
+    """How tokens are verified, on all addresses."""
+    verifier = envoy_access.token_filter(settings.access.credentials, settings.token_secret_file)
+    return {"resources": [{"@type": _TYPE + "envoy.config.core.v3.TypedExtensionConfig", **verifier}]}
 
 
 def clusters_file(settings: EnvoySettings, models: Sequence[Admitted]) -> Json:

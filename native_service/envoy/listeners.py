@@ -77,20 +77,24 @@ _LUA_FILTER = "envoy.extensions.filters.http.lua.v3.Lua"
 _HCM = _TYPE + "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 
 
-def listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, Json]) -> list[Json]:
-    """All of them; ``routes`` of the public one, ``http_routes`` by the name of those for HTTP."""
-    health = [_http(settings, settings.http, http_routes[HTTP])] if settings.http else []
+def listeners(settings: EnvoySettings, routes: Json, http_routes: Mapping[str, Json], tokens: Json) -> list[Json]:
+    """All of them; ``routes`` of the public one, ``http_routes`` by the name of those for HTTP.
+
+    ``tokens`` as in ``envoy.access.filters``.
+    """
+    guards = envoy_access.filters(settings.access.credentials, tokens)
+    health = [_http(settings, settings.http, http_routes[HTTP], guards)] if settings.http else []
     calls = [
-        _http_calls(settings, name, address, http_routes[name])
+        _http_calls(settings, name, address, http_routes[name], guards)
         for name, address in ((HTTP_INFER, settings.http_infer), (REST, settings.rest))
         if address is not None
     ]
-    return [_public(settings, routes), _inner(settings), *health, *calls]
+    return [_public(settings, routes, guards), _inner(settings), *health, *calls]
 
 
-def _public(settings: EnvoySettings, routes: Json) -> Json:
+def _public(settings: EnvoySettings, routes: Json, guards: Sequence[Json]) -> Json:
     address = {"address": settings.bind.host, "port_value": settings.bind.port}
-    filters = [*envoy_access.filters(settings.access.credentials), _filter("lua", _LUA_FILTER), _dead_stub()]
+    filters = [*guards, _filter("lua", _LUA_FILTER), _dead_stub()]
     more = {**envoy_limits.PUBLIC, "access_log": [_failure_count(), _failure_line(), _turned_count()]}
     listener = _listener(settings, PUBLIC, {"socket_address": address}, routes, filters, more)
     if (tls := settings.access.tls) is not None:
@@ -101,28 +105,30 @@ def _public(settings: EnvoySettings, routes: Json) -> Json:
     return {**listener, "enable_reuse_port": False}
 
 
-def _http(settings: EnvoySettings, bind: Address, routes: Json) -> Json:
+def _http(settings: EnvoySettings, bind: Address, routes: Json, guards: Sequence[Json]) -> Json:
     """Health and metrics, for probes and Prometheus: small requests by few callers, each done within seconds."""
     limit = {
         "@type": _TYPE + "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
         "stat_prefix": "http",
         "max_connections": _MOST_HTTP_CONNECTIONS,
     }
-    filters = [{"name": "envoy.filters.network.connection_limit", "typed_config": limit}]
+    before = [{"name": "envoy.filters.network.connection_limit", "typed_config": limit}]
     times = {"request_timeout": f"{envoy_limits.HEADERS_S}s", "stream_idle_timeout": f"{HTTP_ANSWER_S}s"}
     # Probes have no certificates; what is not for everybody asks for a key.
-    listener = _http_listener(settings, HTTP, bind, filters, {**times, **routes}, ask_clients=False)
+    more = {"http_filters": [*guards, _router()], **times, **routes}
+    listener = _http_listener(settings, HTTP, bind, before, more, ask_clients=False)
     # Callers of models must not keep probes out.
     return {**listener, "ignore_global_conn_limit": True}
 
 
-def _http_calls(settings: EnvoySettings, name: str, bind: Address, routes: Json) -> Json:
+def _http_calls(settings: EnvoySettings, name: str, bind: Address, routes: Json, guards: Sequence[Json]) -> Json:
     """Calls of models over HTTP: everything is for our service, which calls Triton through the inner listener."""
     refusals = {
         "mappers": [_refusal(_flags("UF", "UC", "UH", "UO"), GONE, [])],
         "body_format": {"json_format": {"error": "%LOCAL_REPLY_BODY%"}},
     }
-    more = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals}
+    filters = [*guards, _router()]
+    more = {"stream_idle_timeout": f"{_IDLE_S}s", "local_reply_config": refusals, "http_filters": filters}
     return _http_listener(settings, name, bind, [], {**more, **routes}, ask_clients=True)
 
 
@@ -137,7 +143,6 @@ def _http_listener(
         "common_http_protocol_options": {"idle_timeout": f"{HTTP_IDLE_S}s"},
         "request_headers_timeout": f"{envoy_limits.HEADERS_S}s",
         "access_log": [_http_failure_line()],
-        "http_filters": [*envoy_access.filters(settings.access.credentials), _router()],
         **more,
     }
     connections = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from native_service.access.roles import Role
+from native_service.access.credentials import Credentials
 from native_service.children import processes
 from native_service.children.restarts import Tries
 from native_service.envoy import access as envoy_access
@@ -23,18 +22,15 @@ from native_service.envoy import config as envoy_config
 from native_service.envoy import huge_pages
 from native_service.envoy.access import Access
 from native_service.envoy.admin import EnvoyAdmin
+from native_service.envoy.files import EnvoyFiles, put
 from native_service.envoy.settings import (
     ADMIN_SOCKET,
     CLUSTERS_FILE,
-    DYNAMIC_FOLDER,
-    HTTP_INFER_ROUTES_FILE,
-    HTTP_ROUTES_FILE,
     INNER_SOCKET,
-    REST_ROUTES_FILE,
     ROUTES_FILE,
+    TOKENS_FILE,
     Admitted,
     EnvoySettings,
-    Json,
     Place,
 )
 from native_service.settings import Address
@@ -44,28 +40,19 @@ from nereid_backend.errors import EnvoyUnavailable, SettingsError
 _LOG = logging.getLogger("nereid.envoy")
 
 _START_TIMEOUT_S, _START_POLL_S, _START_TRIES = 20.0, 0.02, 3
-_VALIDATE_TIMEOUT_S = 30.0
-_UPDATE_TIMEOUT_S, _UPDATE_POLL_S = 10.0, 0.01
 # How long the calls of a model that goes are waited for.
 _LAST_CALLS_S = 10.0
 _MOST_RESTARTS, _RESTART_WINDOW_S, _RETRY_S = 5, 60.0, 1.0
 # How long clients are asked to leave before the address closes, and between two looks at what is still running.
 _DRAIN_S, _DRAIN_POLL_S = 1, 0.02
 _STOP_GRACE_S, _LAST_LINES_S = 2.0, 0.5
-_IN_MEMORY = "envoy-in-memory"
+_CONFIG, _IN_MEMORY = "envoy.json", "envoy-in-memory"
 _MOST_WORKERS = 4
 _FLUSH_MS = 100
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
 _LINE = re.compile(r"^\[(\w+)\] (.*)$")
 _RESETTING, _OVERLOAD_EVERY_S = re.compile(r"resetting \d+ streams in \d+ buckets"), 10.0
 _PUBLIC_CALLS = r"^http\.(public|http_infer|rest)\.downstream_(cx|rq)_active$"
-_READS = {
-    CLUSTERS_FILE: r"^cluster_manager\.cds\.update_(success|rejected)$",
-    ROUTES_FILE: r"^http\.public\.rds\.public\.update_(success|rejected)$",
-    HTTP_ROUTES_FILE: r"^http\.http\.rds\.http\.update_(success|rejected)$",
-    HTTP_INFER_ROUTES_FILE: r"^http\.http_infer\.rds\.http_infer\.update_(success|rejected)$",
-    REST_ROUTES_FILE: r"^http\.rest\.rds\.rest\.update_(success|rejected)$",
-}
 
 
 class EnvoyServer:
@@ -92,6 +79,7 @@ class EnvoyServer:
         self._bind, self._max_message_bytes, self._max_buffered_bytes = bind, max_message_bytes, max_buffered_bytes
         self._environment = {**os.environ, **environment}
         self._settings: EnvoySettings | None = None
+        self._files = EnvoyFiles(program, folder, self._environment)
         self._admin: EnvoyAdmin | None = None
         self._copy: int | None = None
         self._started_from = program
@@ -99,8 +87,6 @@ class EnvoyServer:
         self._readers: list[asyncio.Task[None]] = []
         self._complaints: deque[str] = deque(maxlen=10)
         self._models: list[Admitted] = []
-        # What Envoy has taken of each file, as far as that is certain.
-        self._taken: dict[str, Json] = {}
         self._changing = asyncio.Lock()
         self._supervision: asyncio.Task[str] | None = None
         self.restarts = 0
@@ -137,8 +123,7 @@ class EnvoyServer:
 
         Raises SettingsError for a taken port, EnvoyUnavailable with the reason for anything else.
         """
-        (self._folder / DYNAMIC_FOLDER).mkdir(exist_ok=True)
-        self._write_secrets()
+        self._files.write_certificates(self._access.tls)
         self._admin = EnvoyAdmin(f"{self._short_folder}/{ADMIN_SOCKET}")
         await self._copy_program()
         for tries_left in reversed(range(_START_TRIES)):
@@ -148,11 +133,11 @@ class EnvoyServer:
                 rest = self._rest and _with_port(self._rest, probes)
             limits = (self._max_message_bytes, self._max_buffered_bytes)
             settings = EnvoySettings(bind, triton, *limits, self._access, http, http_infer, rest)
-            await self._validate(settings, models)
-            self._write(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
-            self._write(ROUTES_FILE, envoy_config.routes_file(settings, models))
-            self._write_http_routes(settings)
-            _put(self._folder / "envoy.json", envoy_config.bootstrap(settings))
+            self._files.write_token_secret(settings)
+            await self._files.validate(settings, models)
+            self._files.write(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
+            self._write_access(settings, models)
+            put(self._folder / _CONFIG, envoy_config.bootstrap(settings))
             try:
                 await self._launch()
             except EnvoyUnavailable:
@@ -187,56 +172,59 @@ class EnvoyServer:
             raise EnvoyUnavailable("Envoy has not been started")
         async with self._changing:
             if _anywhere(models) != _anywhere(self._models):
-                await self._validate(self._settings, models)
+                await self._files.validate(self._settings, models)
             try:
                 await self._switch(self._settings, models)
             except EnvoyUnavailable:
                 # Also an Envoy that has died half-way, and reads the files when it is started again.
                 coming = [model for model in models if model.spec.name not in {old.spec.name for old in self._models}]
-                self._write(CLUSTERS_FILE, envoy_config.clusters_file(self._settings, [*self._models, *coming]))
-                self._write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
-                self._taken.clear()
+                clusters = envoy_config.clusters_file(self._settings, [*self._models, *coming])
+                self._files.write(CLUSTERS_FILE, clusters)
+                self._files.write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
                 raise
             self._models = list(models)
 
-    async def set_keys(self, keys: Mapping[str, Role]) -> None:
-        """Let exactly ``keys`` in from now on, also on open connections; tokens and certificates stay as they are.
+    async def set_credentials(self, credentials: Credentials) -> None:
+        """Let exactly ``credentials`` in from now on, also on open connections; certificates stay as they are.
 
         Raises EnvoyUnavailable; then those from before do.
         """
         if self._settings is None or self._access.credentials is None:
             raise EnvoyUnavailable("Envoy has not been started with keys")
         async with self._changing:
-            access = replace(self._access, credentials=replace(self._access.credentials, keys=keys))
-            settings = replace(self._settings, access=access)
-            await self._validate(settings, self._models)
+            settings = replace(self._settings, access=replace(self._access, credentials=credentials))
+            if credentials.tokens != self._access.credentials.tokens:
+                settings = replace(settings, token_secret_file=self._files.new_token_secret_file())
+            self._files.write_token_secret(settings)
+            await self._files.validate(settings, self._models)
             try:
-                await self._replace_routes(settings)
+                await self._replace_access(settings)
             except EnvoyUnavailable:
-                self._write(ROUTES_FILE, envoy_config.routes_file(self._settings, self._models))
-                self._write_http_routes(self._settings)
-                self._taken.clear()
+                self._write_access(self._settings, self._models)
                 raise
-            self._settings, self._access = settings, access
+            self._settings, self._access = settings, settings.access
 
-    async def _replace_routes(self, settings: EnvoySettings) -> None:
-        await self._replace(ROUTES_FILE, envoy_config.routes_file(settings, self._models))
+    async def _replace_access(self, settings: EnvoySettings) -> None:
+        await self._files.replace(self.admin, TOKENS_FILE, envoy_config.tokens_file(settings))
+        await self._files.replace(self.admin, ROUTES_FILE, envoy_config.routes_file(settings, self._models))
         for file, content in envoy_config.http_routes_files(settings).items():
-            await self._replace(file, content)
+            await self._files.replace(self.admin, file, content)
 
-    def _write_http_routes(self, settings: EnvoySettings) -> None:
+    def _write_access(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
+        self._files.write(TOKENS_FILE, envoy_config.tokens_file(settings))
+        self._files.write(ROUTES_FILE, envoy_config.routes_file(settings, models))
         for file, content in envoy_config.http_routes_files(settings).items():
-            self._write(file, content)
+            self._files.write(file, content)
 
     async def _switch(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
         staying = {model.spec.name for model in models}
         going = [model for model in self._models if model.spec.name not in staying]
         # A route may only name clusters that are there: they come before it and go after it.
-        await self._replace(CLUSTERS_FILE, envoy_config.clusters_file(settings, [*models, *going]))
-        await self._replace(ROUTES_FILE, envoy_config.routes_file(settings, models))
+        await self._files.replace(self.admin, CLUSTERS_FILE, envoy_config.clusters_file(settings, [*models, *going]))
+        await self._files.replace(self.admin, ROUTES_FILE, envoy_config.routes_file(settings, models))
         if going:
             await self._until_back({model.spec.name for model in going})
-            await self._replace(CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
+            await self._files.replace(self.admin, CLUSTERS_FILE, envoy_config.clusters_file(settings, models))
 
     async def _until_back(self, models: Collection[str]) -> None:
         """Wait until no call holds a permit of ``models``, which no route leads to any more."""
@@ -316,7 +304,7 @@ class EnvoyServer:
             (self._folder / name).unlink(missing_ok=True)
         workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         command = [
-            *(str(self._started_from), "--config-path", "envoy.json", "--concurrency", str(workers)),
+            *(str(self._started_from), "--config-path", _CONFIG, "--concurrency", str(workers)),
             # One bad file would otherwise silently replace everything that is served.
             *("--reject-unknown-dynamic-fields", "--disable-hot-restart", "--drain-time-s", str(_DRAIN_S)),
             *("--file-flush-interval-msec", str(_FLUSH_MS)),
@@ -377,89 +365,14 @@ class EnvoyServer:
         last = f": {self._complaints[-1]}" if self._complaints else ""
         return f"Envoy ended with code {code} {when}{last}"
 
-    async def _validate(self, settings: EnvoySettings, models: Sequence[Admitted]) -> None:
-        """Let Envoy itself check what would be served. Raises EnvoyUnavailable with its complaint."""
-        path = self._folder / "envoy-check.json"
-        _put(path, envoy_config.validation(settings, models))
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(str(self._program), "--mode", "validate", "--config-path", path.name, "--log-level", "error"),
-                cwd=self._folder,
-                env=self._environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )
-        except OSError as error:
-            raise EnvoyUnavailable(f"Envoy cannot be asked to check its files ({error.strerror})") from None
-        try:
-            async with asyncio.timeout(_VALIDATE_TIMEOUT_S):
-                output, _ = await process.communicate()
-        except TimeoutError:
-            raise EnvoyUnavailable(
-                f"{self._program.name} did not check its files within {_VALIDATE_TIMEOUT_S:g} s"
-            ) from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            lines = output.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-            raise EnvoyUnavailable(f"{self._program.name} refuses the generated configuration: {lines[-1]}")
-
-    async def _replace(self, file: str, content: Json) -> None:
-        """Put ``content`` in force. Raises EnvoyUnavailable when Envoy does not take it."""
-        if self._taken.get(file) == content:
-            return
-        before = await self.admin.counters(_READS[file])
-        self._write(file, content)
-        deadline = time.monotonic() + _UPDATE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            now = await self.admin.counters(_READS[file])
-            if changed := [name for name, count in now.items() if count > before.get(name, 0)]:
-                if any(name.endswith("rejected") for name in changed):
-                    raise EnvoyUnavailable(f"Envoy refuses the new {file}; it goes on with the old one")
-                self._taken[file] = content
-                return
-            await asyncio.sleep(_UPDATE_POLL_S)
-        raise EnvoyUnavailable(f"Envoy did not read the new {file} within {_UPDATE_TIMEOUT_S:g} s")
-
     def read_certificates_again(self) -> None:
         """Use what the files of ``server.tls`` hold now, for new connections; without TLS this does nothing."""
-        self._write_secrets()
-
-    def _write_secrets(self) -> None:
-        if (credentials := self._access.credentials) is not None and credentials.tokens is not None:
-            secret = self._folder / envoy_access.TOKEN_SECRET_FILE
-            secret.touch(mode=0o600)
-            secret.write_text(envoy_access.token_secret_file(credentials.tokens))
-        if self._access.tls is None:
-            return
-        folder = self._folder / envoy_access.TLS_FOLDER
-        folder.mkdir(exist_ok=True)
-        for file, content in envoy_access.secret_files(self._access.tls).items():
-            beside = self._folder / file
-            _put(beside, content)
-            # The rename is what Envoy watches for; it then reads the user's files, too.
-            beside.replace(folder / file)
-
-    def _write(self, file: str, content: Json) -> None:
-        beside = self._folder / file
-        _put(beside, content)
-        beside.replace(self._folder / DYNAMIC_FOLDER / file)
+        self._files.write_certificates(self._access.tls)
 
 
 def _anywhere(models: Sequence[Admitted]) -> list[Admitted]:
     """``models`` wherever their calls go: that changes often, and in ways that were checked at the start."""
     return [replace(model, place=Place.TRITON, away=False) for model in models]
-
-
-def _put(path: Path, content: Json) -> None:
-    """Write ``content``. Raises EnvoyUnavailable, as without room on the disk."""
-    try:
-        path.write_text(json.dumps(content))
-    except OSError as error:
-        raise EnvoyUnavailable(f"{path.name} for Envoy cannot be written ({error.strerror}); check the disk") from None
 
 
 def _with_port(address: Address, probes: contextlib.ExitStack) -> Address:

@@ -19,7 +19,7 @@ ADMIN_SOCKET, INNER_SOCKET, SERVICE_SOCKET = "admin.sock", "inner.sock", "servic
 HTTP_SOCKET, HTTP_INFER_SOCKET, REST_SOCKET = "http.sock", "http-infer.sock", "rest.sock"
 CLUSTERS_FILE, ROUTES_FILE, DYNAMIC_FOLDER = "clusters.json", "routes.json", "envoy"
 HTTP_ROUTES_FILE, HTTP_INFER_ROUTES_FILE = "http-routes.json", "http-infer-routes.json"
-REST_ROUTES_FILE = "rest-routes.json"
+REST_ROUTES_FILE, TOKENS_FILE = "rest-routes.json", "tokens.json"
 
 PUBLIC, HTTP, HTTP_INFER, REST = "public", "http", "http_infer", "rest"
 """Names of listeners and of their routes; of those for HTTP also of their clusters."""
@@ -75,6 +75,7 @@ class EnvoySettings:
     """Where KServe v2 over HTTP is; what answers is on ``HTTP_INFER_SOCKET``."""
     rest: Address | None = None
     """Where SnoozeML's REST is; what answers is on ``REST_SOCKET``."""
+    token_secret_file: str = envoy_access.TOKEN_SECRET_FILE
 
     @property
     def window_bytes(self) -> int:

@@ -112,9 +112,12 @@ class NereidService:
 
         Gives the bytes of the outputs.
         """
+        shared = [*reader.regions, *filter(None, places.values())]
         if self._regions is not None:
-            await self._regions.share([*reader.regions, *filter(None, places.values())])
+            await self._regions.share(shared)
         answer = await self._inference.run_serialised(model.name, reader.take_request(places, request_id), context)
+        for region in shared:
+            region.is_answered = True
         reader.close()
         # Also what a client is slow to read is held for it.
         self.budget.take(len(answer))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from native_service.access.credentials import Credentials
 from native_service.envoy import access as envoy_access
 from native_service.front import Front
 from native_service.models.catalogue import Catalogue
@@ -25,6 +26,13 @@ _LOG = logging.getLogger("nereid.reload")
 
 _NOTHING = "nothing has changed"
 
+_OPEN = "connections that are open would be closed"
+# By the first parts of a key; what is not here is read once, by more than one process.
+_WHY = {
+    **dict.fromkeys(("bind_addr", "http_addr", "http_infer_addr", "rest_addr", "tls", "auth"), _OPEN),
+    "limits.max_request_bytes": "open connections have windows of that size",
+    "ml_backends_path": "every model would be another one",
+}
 
 Commit = Callable[[Outcome], Awaitable[None]]
 
@@ -79,7 +87,7 @@ class Reload:
         server = _merged(old, fresh.server, live)
         settings = fresh.model_copy(update={"server": server})
         commits = [await part.prepare(server) for part in self._parts]
-        outcome = Outcome(refused=[f"server.{key} takes a restart" for key in differing if key not in live])
+        outcome = Outcome(refused=[_refusal(key) for key in differing if key not in live])
 
         async def commit() -> None:
             outcome.applied.extend(f"server.{key}{differing[key]}" for key in differing if key in live)
@@ -92,12 +100,17 @@ class Reload:
 
 
 def live_limits(front: Front, catalogue: Catalogue) -> Part:
-    """The limits that are looked at by each call or change anew; Envoy's listener is made for the others."""
+    """The limits that are looked at by each call or change anew; Envoy is started with the others."""
 
     async def prepare(server: ServerSettings) -> Commit:
-        async def commit(_outcome: Outcome) -> None:
+        async def commit(outcome: Outcome) -> None:
             front.set_limits(server.limits)
             catalogue.load_timeout_s = server.limits.load_timeout_s
+            if (wanted := server.limits.max_buffered_bytes) != (held := front.envoy_buffered_bytes):
+                outcome.refused.append(
+                    f"server.limits.max_buffered_bytes: Envoy's share of {wanted} takes a restart, it reads its bound"
+                    f" once; until then {held} is that share"
+                )
 
         return commit
 
@@ -121,7 +134,8 @@ def live_residency(residency: Residency) -> Part:
 
 
 def live_access(front: Front) -> Part:
-    """Static keys, in the settings and in their files, and what the files of the certificates hold."""
+    """Static keys and the rules for tokens, in the settings and in their files, and what the files of the certificates
+    hold."""
 
     async def prepare(server: ServerSettings) -> Commit:
         access = await asyncio.to_thread(envoy_access.read, server)
@@ -131,15 +145,19 @@ def live_access(front: Front) -> Part:
             if before is None or now is None:
                 await front.set_access(front.access)
                 return
+            await front.set_access(access)
             if before.tokens != now.tokens:
-                outcome.refused.append("server.auth.jwt: another secret takes a restart")
-            await front.set_access(replace(access, credentials=replace(now, tokens=before.tokens)))
+                outcome.applied.append(f"server.auth: {_tokens_told(now)}")
             if before.keys != now.keys:
                 outcome.applied.append(f"server.auth: {len(now.keys)} keys are let in now")
 
         return commit
 
-    return Part(("auth.keys",), prepare)
+    return Part(("auth.keys", "auth.jwt"), prepare)
+
+
+def _tokens_told(credentials: Credentials) -> str:
+    return "no tokens are let in now" if credentials.tokens is None else "tokens are verified anew"
 
 
 def _differences(old: BaseModel, new: BaseModel, section: str = "") -> Iterator[tuple[str, str]]:
@@ -151,6 +169,11 @@ def _differences(old: BaseModel, new: BaseModel, section: str = "") -> Iterator[
         elif before != after:
             told = f" is {after} now, was {before}" if _is_plain(before) and _is_plain(after) else " changed"
             yield f"{section}{name}", told
+
+
+def _refusal(key: str) -> str:
+    whys = [why for part, why in _WHY.items() if key == part or key.startswith(f"{part}.")]
+    return f"server.{key} takes a restart: {whys[0] if whys else 'it is read once, at the start'}"
 
 
 def _is_plain(value: Any) -> bool:

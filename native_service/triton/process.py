@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +18,7 @@ from tritonclient.grpc import service_pb2
 
 from native_service.children import processes
 from native_service.edge.local_channel import open_channel
-from native_service.operation import preflight
-from native_service.triton import stubs
+from native_service.triton import command, stubs
 from native_service.triton.addresses import TritonAddresses, free_addresses, is_open
 from native_service.triton.embedded import TritonInstall
 from native_service.triton.errors import load_failure
@@ -33,7 +30,6 @@ _LOG = logging.getLogger("nereid.triton")
 _START_TIMEOUT_S = 60.0
 _START_POLL_S = 0.05
 _START_TRIES = 3
-_EXIT_TIMEOUT_S = 5
 _END_AFTER_ERROR_S = 0.3
 _STOP_GRACE_S = 10.0
 # After a swap that failed, or the death of a model's process, 2.51 always sits out its exit time-out; calls have ended
@@ -43,15 +39,9 @@ _LET_GO_S = 10.0
 _UNLOAD_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 1.0
 _LAST_LINES_S = 0.5
-_STUB_TIMEOUT_S = 60
 # Triton looks for life in a process once a second, and gives it up after 0.7 s at least.
 _GIVES_UP_S = 0.7
-_RESTRICTED = "model-repository,shared-memory,trace,logging"
-_KEY_NAME = "nereid-key"
 _IN_USE = "currently in use"
-# Where the kernel gives huge pages to those who ask (most distributions), large blocks of malloc lie in some: a run
-# streams all weights of a model, and with small pages a tenth of the time goes into finding them.
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
 
@@ -77,7 +67,7 @@ class TritonServer:
         self._install = install
         self._repository = repository
         self._prefix = shared_memory_prefix
-        self._environment = {**_environment(install), **(environment or {})}
+        self._environment = {**command.environment(install), **(environment or {})}
         # Where gRPC is a port, other users of this machine may reach it; only we may change what is served. Like any
         # argument it shows in the process list: it keeps programs out by mistake, not a determined local user. A socket
         # is in a private folder, and needs none.
@@ -120,7 +110,7 @@ class TritonServer:
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
         """The metadata of calls that only we may make."""
-        return ((f"triton-grpc-protocol-{_KEY_NAME}", self._key),)
+        return ((f"triton-grpc-protocol-{command.KEY_NAME}", self._key),)
 
     @property
     def pid(self) -> int | None:
@@ -172,8 +162,10 @@ class TritonServer:
 
     async def _launch(self) -> None:
         self._log = TritonLog()
+        key = self._key if self._grpc_socket is None else None
+        words = command.command(self._install, self._repository, self.addresses, self._prefix, key)
         try:
-            child = await processes.start(self._command(self.addresses), self._environment, new_session=False)
+            child = await processes.start(words, self._environment, new_session=False)
         except OSError as error:
             raise TritonUnavailable(f"tritonserver cannot be started ({error.strerror})") from None
         self._child = child
@@ -427,38 +419,6 @@ class TritonServer:
         how = "stopped answering" if code is None else f"ended with code {code}"
         last = f": {self._log.complaints[-1]}" if self._log.complaints else ""
         return f"tritonserver {how} {when}{last}"
-
-    def _command(self, addresses: TritonAddresses) -> list[str]:
-        command = [str(self._install.server), f"--model-repository={self._repository}"]
-        for kind in ("grpc", "metrics"):
-            host, _, port = str(getattr(addresses, kind)).rpartition(":")
-            command += [f"--{kind}-address={host}", f"--{kind}-port={port}"]
-        command += [
-            "--model-control-mode=explicit",
-            "--disable-auto-complete-config",
-            f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
-            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
-            f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
-            "--allow-http=false",
-        ]
-        if self._grpc_socket is None:
-            command.append(f"--grpc-restricted-protocol={_RESTRICTED}:{_KEY_NAME}={self._key}")
-        if self._install.backend_directory is not None:
-            command.append(f"--backend-directory={self._install.backend_directory}")
-        if self._install.cache_directory is not None:
-            command.append(f"--cache-directory={self._install.cache_directory}")
-        return command
-
-
-def _environment(install: TritonInstall) -> dict[str, str]:
-    environment = dict(os.environ)
-    # The stub takes its sys.prefix from the first python3 in PATH: the one this process runs in.
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
-    environment["PYTHONUNBUFFERED"] = "1"
-    environment.setdefault("GLIBC_TUNABLES", _HUGE_PAGES)
-    if libraries := preflight.library_path(install):
-        environment["LD_LIBRARY_PATH"] = libraries
-    return environment
 
 
 def _is_broken(error: BaseException | None) -> bool:

@@ -2,9 +2,9 @@
 
 ``nereid serve`` and a tritonserver on a TCP port, both with the same models, are measured in turn, window by window
 (A B C C B A ...), so that a drift of the machine falls on all. The third way is a relay that only copies bytes to that
-port: what any second hop costs here. The client is one asyncio process with a raw gRPC stub, request bytes made once,
-answers not parsed; it shares the cores with the servers. Envoy's time in a call is its process's as the
-kernel counts it, which other work on the machine distorts less.
+port: what any second hop costs here. Small calls are measured with roles on as well: a second server asks each of them
+for a key. The client is one asyncio process with a raw gRPC stub, request bytes made once, answers not parsed; all
+share the cores. Envoy's time in a call is its process's as the kernel counts it, which other work distorts less.
 
 usage: python front.py [--seconds 2] [--repeats 8]
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import selectors
@@ -38,13 +39,15 @@ from converters.convert import convert
 from native_service.triton import embedded as embedded_triton
 from native_service.triton.process import TritonServer
 
-DIRECT, RELAY, FRONT = "direct", "relay", "front"
-WAYS = (DIRECT, RELAY, FRONT)
+DIRECT, RELAY, FRONT, ROLES = "direct", "relay", "front", "front with roles"
+KEY = "a-key-of-the-bench" * 2
 RELAY_BUFFER_BYTES = 256 * 1024
 # name -> floats in a row
 MODELS = {"small": 16, "mib4": 1024 * 1024, "mib64": 16 * 1024 * 1024}
 # The bars: added p50 and rate of the small call, time of the large ones.
 ADDED_P50_AT_MOST_MS, RATE_AT_LEAST, LARGE_AT_MOST = 0.30, 0.70, 1.15
+# Of the small call, with admission and roles on.
+ROLES_ADDED_P50_AT_MOST_MS, ROLES_RATE_AT_LEAST = 0.35, 0.65
 TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 START_TIMEOUT_S = 180
@@ -83,8 +86,11 @@ def envoy_of(supervisor: int) -> int:
     raise SystemExit("nereid serve has no Envoy")
 
 
-async def window(channel: Any, data: bytes, concurrency: int, seconds: float) -> tuple[float, float, int]:
+async def window(
+    channel: Any, data: bytes, concurrency: int, seconds: float, *, with_key: bool = False
+) -> tuple[float, float, int]:
     """Closed loop for ``seconds``: median latency in ms, requests per second, requests."""
+    metadata = (("authorization", f"Bearer {KEY}"),) if with_key else None
     call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     times: list[float] = []
     begin = time.perf_counter()
@@ -92,7 +98,7 @@ async def window(channel: Any, data: bytes, concurrency: int, seconds: float) ->
     async def client() -> None:
         while time.perf_counter() - begin < seconds:
             started = time.perf_counter()
-            await call(data)
+            await call(data, metadata=metadata)
             times.append(time.perf_counter() - started)
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
@@ -106,11 +112,11 @@ async def compare(
     data, found = request(model), {name: list[tuple[float, float, int]]() for name in channels}
     spent = np.zeros(2)
     for name in channels:
-        await window(channels[name], data, concurrency, seconds / 2)
+        await window(channels[name], data, concurrency, seconds / 2, with_key=name == ROLES)
     for repeat in range(repeats):
-        for name in WAYS if repeat % 2 == 0 else reversed(WAYS):
+        for name in channels if repeat % 2 == 0 else reversed(channels):
             before = processor_ms(envoy)
-            found[name].append(await window(channels[name], data, concurrency, seconds))
+            found[name].append(await window(channels[name], data, concurrency, seconds, with_key=name == ROLES))
             spent += (processor_ms(envoy) - before) * (name == FRONT)
     middle = {
         name: (statistics.median(w[0] for w in windows), statistics.median(w[1] for w in windows))
@@ -139,8 +145,8 @@ def relay(listener: socket.socket, target: str) -> None:
                     end.close()
 
 
-async def measure(front: str, envoy: int, repository: Path, seconds: float, repeats: int) -> bool:
-    """Compare every model on the three ways; whether all bars are met."""
+async def measure(front: str, with_roles: str, envoy: int, repository: Path, seconds: float, repeats: int) -> bool:
+    """Compare every model on its ways; whether all bars are met."""
     install = await embedded_triton.find()
     prefix = f"nereid-bench-{os.getpid()}-"
     async with TritonServer(install, repository, shared_memory_prefix=prefix) as server:
@@ -150,9 +156,10 @@ async def measure(front: str, envoy: int, repository: Path, seconds: float, repe
         with socket.create_server(("127.0.0.1", 0)) as listener:
             relaying = multiprocessing.Process(target=relay, args=(listener, server.addresses.grpc), daemon=True)
             relaying.start()
-            addresses = (server.addresses.grpc, f"127.0.0.1:{listener.getsockname()[1]}", front)
+            hop = f"127.0.0.1:{listener.getsockname()[1]}"
+            addresses = {DIRECT: server.addresses.grpc, RELAY: hop, FRONT: front, ROLES: with_roles}
             try:
-                return await compare_all(dict(zip(WAYS, addresses, strict=True)), envoy, seconds, repeats)
+                return await compare_all(addresses, envoy, seconds, repeats)
             finally:
                 relaying.kill()
 
@@ -166,11 +173,13 @@ async def compare_all(addresses: dict[str, str], envoy: int, seconds: float, rep
         passed &= good
         print(f"  {label:<36}{value:>8.2f}   bar {limit:<6g}{'ok' if good else 'MISSED'}", flush=True)
 
-    print(f"{'call':<16}" + "".join(f"{way:>24}" for way in WAYS))
+    print(f"{'call':<16}" + "".join(f"{way:>24}" for way in addresses))
     for model, concurrency in (("small", 1), ("small", 8), ("small", 32), ("mib4", 1), ("mib64", 1)):
-        found, (own, kernel) = await compare(channels, envoy, model, concurrency, seconds, repeats)
+        ways = {way: channel for way, channel in channels.items() if way != ROLES or model == "small"}
+        found, (own, kernel) = await compare(ways, envoy, model, concurrency, seconds, repeats)
         (p50, rate), (front_p50, front_rate) = found[DIRECT], found[FRONT]
-        cells = "".join(f"{found[way][0]:>11.2f} ms {found[way][1]:>6.0f}/s " for way in WAYS)
+        roles_p50, roles_rate = found.get(ROLES, (0, 0))
+        cells = "".join(f"{found[way][0]:>11.2f} ms {found[way][1]:>6.0f}/s " for way in ways)
         print(f"{model + ' x' + str(concurrency):<16}{cells}", flush=True)
         print(f"  Envoy's time in a call: {own:.3f} ms in its own code, {kernel:.3f} ms in the kernel", flush=True)
         if model != "small":
@@ -178,8 +187,12 @@ async def compare_all(addresses: dict[str, str], envoy: int, seconds: float, rep
         elif concurrency == 1:
             added = front_p50 - p50
             bar("added p50, ms", added, ADDED_P50_AT_MOST_MS, added <= ADDED_P50_AT_MOST_MS)
+            added = roles_p50 - p50
+            bar("with roles", added, ROLES_ADDED_P50_AT_MOST_MS, added <= ROLES_ADDED_P50_AT_MOST_MS)
         elif concurrency == 32:
             bar("rate against direct", front_rate / rate, RATE_AT_LEAST, front_rate >= RATE_AT_LEAST * rate)
+            good = roles_rate >= ROLES_RATE_AT_LEAST * rate
+            bar("with roles", roles_rate / rate, ROLES_RATE_AT_LEAST, good)
     for channel in channels.values():
         await channel.close()
     return passed
@@ -196,15 +209,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_identity(folder / "models" / name, width)
             convert(folder / "models" / name, folder / "repository")
         entries = "".join(f"  - {{name: {name}, device: cpu, queue_capacity: 64}}\n" for name in MODELS)
-        (folder / "nereid.yaml").write_text(
-            f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: models}}\nmodels:\n{entries}"
-        )
-        served = Served(folder, "--config", str(folder / "nereid.yaml"))
-        try:
-            front, envoy = served.state["address"], envoy_of(served.process.pid)
-            passed = asyncio.run(measure(front, envoy, folder / "repository", options.seconds, options.repeats))
-        finally:
-            served.end()
+        digest = hashlib.sha256(KEY.encode()).hexdigest()
+        keys = {"open": "", "roles": f", auth: {{keys: [{{name: bench, role: inference, sha256: {digest}}}]}}"}
+        with contextlib.ExitStack() as ending:
+            servers = []
+            for name, auth in keys.items():
+                own = folder / name
+                own.mkdir()
+                (own / "nereid.yaml").write_text(
+                    f"server: {{bind_addr: '127.0.0.1:0', ml_backends_path: ../models{auth}}}\nmodels:\n{entries}"
+                )
+                servers.append(Served(own, "--config", str(own / "nereid.yaml")))
+                ending.callback(servers[-1].end)
+            front, with_roles = (served.state["address"] for served in servers)
+            envoy, repository = envoy_of(servers[0].process.pid), folder / "repository"
+            passed = asyncio.run(measure(front, with_roles, envoy, repository, options.seconds, options.repeats))
     return 0 if passed else 1
 
 

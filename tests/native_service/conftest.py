@@ -139,6 +139,7 @@ class FakeServer:
         self.server = grpc.aio.server(options=UNLIMITED)
         self.addresses: Any = None
         self.channel: Any = None
+        self.restarts = 0
 
     async def __aenter__(self) -> FakeServer:
         calls = {
@@ -160,9 +161,15 @@ class FakeServer:
     async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
         await self.server.stop(0)
+        self.triton.regions.clear()
 
     async def is_ready(self) -> bool:
         return True
+
+    def restart(self) -> None:
+        """As if a new Triton had taken its place: it knows no region."""
+        self.restarts += 1
+        self.triton.regions.clear()
 
     async def share_memory(self, name: str, size_bytes: int) -> None:
         with Path("/dev/shm", name).open("r+b") as file:
@@ -182,10 +189,11 @@ class Service:
     """The running pair, and a channel to its front."""
 
     def __init__(
-        self, triton: FakeTriton, native: NativeServer, channel: Any, refusals: Refusals, half_sent: HalfSent
+        self, server: FakeServer, native: NativeServer, channel: Any, refusals: Refusals, half_sent: HalfSent
     ) -> None:
         self.half_sent = half_sent
-        self.triton = triton
+        self.server = server
+        self.triton = server.triton
         self.native = native
         self.channel = channel
         self.refusals = refusals
@@ -211,9 +219,11 @@ async def running(
         native.set_serving(True)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Service(triton, native, channel, refusals, inference.half_sent)
+                yield Service(back, native, channel, refusals, inference.half_sent)
         finally:
             await native.stop(0)
+            if regions is not None:
+                await regions.close()
 
 
 class Fronted:

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2
 
 from native_service import front
+from native_service.envoy import files
 from native_service.envoy import process as envoy_process
 from native_service.envoy.admin import EnvoyAdmin
 from native_service.envoy.settings import Admitted
@@ -698,7 +699,7 @@ def test_an_envoy_that_hangs_while_it_checks_changes_nothing(
 ) -> None:
     async def scenario() -> None:
         async with fronting(spec()) as service:
-            monkeypatch.setattr(envoy_process, "_VALIDATE_TIMEOUT_S", 0.0)
+            monkeypatch.setattr(files, "_VALIDATE_TIMEOUT_S", 0.0)
             with pytest.raises(EnvoyUnavailable, match="did not check"):
                 await service.front.set_models([Admitted(spec("guest"), 1)])
             assert (await infer(service.channel)).outputs
@@ -722,20 +723,21 @@ def test_what_envoy_refuses_changes_nothing(fronting: Fronting, spec: Spec) -> N
 def test_an_envoy_that_dies_during_a_change_comes_back_with_the_models_from_before(
     fronting: Fronting, spec: Spec, monkeypatch: pytest.MonkeyPatch, served_next: list[str], write: int
 ) -> None:
-    writes = 0
-    original = envoy_process.EnvoyServer._write
+    writes, envoys = 0, list[int]()
+    original = files.EnvoyFiles.write
 
-    def killing(envoy: Any, file: str, content: Any) -> None:
+    def killing(envoy_files: Any, file: str, content: Any) -> None:
         nonlocal writes
-        original(envoy, file, content)
+        original(envoy_files, file, content)
         writes += 1
         if writes == write:
-            os.kill(envoy.pid, signal.SIGKILL)
+            os.kill(envoys[0], signal.SIGKILL)
 
     async def scenario() -> None:
         async with fronting(spec(), spec("other")) as service:
             pid = service.front.envoy_pid
-            monkeypatch.setattr(envoy_process.EnvoyServer, "_write", killing)
+            envoys.append(pid)
+            monkeypatch.setattr(files.EnvoyFiles, "write", killing)
             with pytest.raises(EnvoyUnavailable):
                 await service.front.set_models([Admitted(spec(name), 1) for name in served_next])
             async with asyncio.timeout(60):

@@ -15,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper, save
 from serving import Served, checkpoint, chunk, meta, tensors_of
 
+from native_service.edge import regions
 from native_service.edge.regions import Region
 from native_service.proto import inference_pb2 as pb
 from native_service.settings import Limits
@@ -64,6 +65,11 @@ async def refusal(channel: Any, values: np.ndarray) -> grpc.aio.AioRpcError:
             assert [response async for response in call(channel, values)]
         if caught.value.details() != "Internal error from Core":
             return caught.value
+
+
+def regions_of(request: Any) -> list[str]:
+    """The names of the regions of a request to Triton."""
+    return [t.parameters["shared_memory_region"].string_param for t in (*request.inputs, *request.outputs)]
 
 
 def messages(model: str, values: np.ndarray, name: str = "") -> list[pb.CheckpointRequest]:
@@ -153,6 +159,120 @@ def test_a_call_without_room_in_shared_memory_may_come_back(
             assert service.triton.requests == []
             assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
             await until(lambda: open_regions() == 0)
+
+    asyncio.run(scenario())
+
+
+def test_the_next_call_takes_the_regions_of_one_that_was_answered(
+    serving: Serving, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(regions, "_KEPT_S", WAIT_S)
+        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            draw = np.random.default_rng(3)
+            for rows in (2, 2, 2):
+                values = draw.random((rows, WIDE), np.float32)
+                assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            # One of half the size is another one: what a call holds is what it needs.
+            values = draw.random((1, WIDE), np.float32)
+            assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            used = [{*regions_of(request)} for request in service.triton.requests]
+            assert used[0] == used[1] == used[2]
+            assert used[0].isdisjoint(used[3])
+
+    asyncio.run(scenario())
+
+
+def test_nothing_of_another_call_is_seen_in_a_region_that_is_used_again(
+    serving: Serving, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(regions, "_KEPT_S", WAIT_S)
+        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            secret, values = np.full((3, WIDE), 42, "<f4"), np.ones((2, WIDE), "<f4")
+            assert joined([r async for r in call(service.channel, secret)]) == (secret + 1).tobytes()
+            before = regions_of(service.triton.requests[0])
+
+            async def too_short() -> Any:
+                for message in messages("adder", values)[:-1]:
+                    yield message
+
+            async def answers_without_rows(request: Any, context: Any) -> Any:
+                answer = await service.triton._add_one(request, context)
+                answer.outputs[0].shape[0] = 1
+                return answer
+
+            checkpoint = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match=r"needs .* bytes, got"):
+                assert [r async for r in checkpoint(too_short())]
+            service.triton.behave = answers_without_rows
+            answer = joined([r async for r in call(service.channel, values)])
+            assert {*regions_of(service.triton.requests[-1])} & {*before}
+            assert answer == (values[:1] + 1).tobytes()
+            place = service.triton.requests[-1].inputs[0].parameters
+            assert place["shared_memory_byte_size"].int64_param == values.nbytes
+
+    asyncio.run(scenario())
+
+
+def test_the_regions_of_a_call_that_failed_are_not_used_again(serving: Serving, spec: Spec) -> None:
+    async def scenario() -> None:
+        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            values = np.ones((1, WIDE), "<f4")
+            service.triton.behave = service.triton.fail(grpc.StatusCode.INTERNAL, "no")
+            assert (await refusal(service.channel, values)).code() is grpc.StatusCode.INTERNAL
+            service.triton.behave = None
+            assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            failed, good = ({*regions_of(request)} for request in service.triton.requests)
+            assert failed.isdisjoint(good)
+
+    asyncio.run(scenario())
+
+
+def test_a_new_triton_is_told_of_regions_that_the_one_before_knew(
+    serving: Serving, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(regions, "_KEPT_S", WAIT_S)
+        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            values = np.random.default_rng(4).random((1, WIDE), np.float32)
+            assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            service.server.restart()  # while the regions are kept
+            assert joined([r async for r in call(service.channel, values)]) == (values + 1).tobytes()
+            half_way, go_on = asyncio.Event(), asyncio.Event()
+
+            async def upload() -> Any:
+                for index, message in enumerate(messages("adder", values)):
+                    if index == 2:
+                        half_way.set()
+                        await go_on.wait()
+                    yield message
+
+            checkpoint = service.channel.stream_stream(
+                "/inference.Nereid/Checkpoint", pb.CheckpointRequest.SerializeToString, pb.CheckpointResponse.FromString
+            )
+            answering = checkpoint(upload())
+            await half_way.wait()
+            await until(lambda: service.half_sent.waiting == 1)
+            service.server.restart()  # while one of them is being written again
+            go_on.set()
+            assert joined([r async for r in answering]) == (values + 1).tobytes()
+
+    asyncio.run(scenario())
+
+
+def test_what_no_call_holds_is_bounded(serving: Serving, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(regions, "_KEPT_S", WAIT_S)
+        monkeypatch.setattr(Region, "spare_bytes", lambda _: 3 * 4 * WIDE)
+        async with serving(spec(dims=(WIDE,)), region_prefix=PREFIX) as service:
+            values = np.ones((1, WIDE), "<f4")
+            at_once = [call(service.channel, values) for _ in range(4)]
+            for each in at_once:
+                assert joined([r async for r in each]) == (values + 1).tobytes()
+            await until(lambda: open_regions() == 3)
 
     asyncio.run(scenario())
 

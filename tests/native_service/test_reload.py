@@ -81,9 +81,9 @@ def file(tmp_path: Path) -> File:
 def test_what_can_change_does_and_each_other_key_takes_a_restart(file: File) -> None:
     file.write(", http_addr: '127.0.0.1:2', limits: {max_chunks: 5, max_request_bytes: 100}", bind="127.0.0.1:3")
     refused = [
-        "server.bind_addr takes a restart",
-        "server.http_addr takes a restart",
-        "server.limits.max_request_bytes takes a restart",
+        "server.bind_addr takes a restart: connections that are open would be closed",
+        "server.http_addr takes a restart: connections that are open would be closed",
+        "server.limits.max_request_bytes takes a restart: open connections have windows of that size",
     ]
     outcome = file.run()
     assert outcome == Outcome(["server.limits.max_chunks is 5 now, was 65536", "models"], [], refused)
@@ -91,12 +91,17 @@ def test_what_can_change_does_and_each_other_key_takes_a_restart(file: File) -> 
     assert file.run() == Outcome(["models"], [], refused)  # what was refused still differs
 
 
+def test_encryption_is_not_turned_on_under_open_connections(file: File) -> None:
+    file.write(", tls: {cert: cert.pem, key: key.pem}")
+    assert file.run().refused == ["server.tls takes a restart: connections that are open would be closed"]
+
+
 def test_models_are_not_looked_for_in_a_folder_that_takes_a_restart(file: File, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     file.write()
     path = tmp_path / "nereid.yaml"
     path.write_text(path.read_text().replace("ml_backends_path: .", "ml_backends_path: elsewhere"))
-    assert file.run().refused == ["server.ml_backends_path takes a restart"]
+    assert file.run().refused == ["server.ml_backends_path takes a restart: every model would be another one"]
     assert file.control.folder == tmp_path
 
 
@@ -128,7 +133,8 @@ def test_a_part_tells_what_the_keys_do_not_show(file: File) -> None:
 def test_texts_are_not_told_because_they_may_be_secrets(file: File, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     file.write(bind="127.0.0.1:4567")
-    assert file.run().refused == ["server.bind_addr takes a restart"]
+    [refused] = file.run().refused
+    assert refused.startswith("server.bind_addr takes a restart: ")
     assert "takes a restart" in caplog.text
     assert "4567" not in caplog.text
 

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
 import tritonclient.grpc as tritonclient
 from live import ROW, code_of, listing, live
@@ -50,7 +51,8 @@ def test_a_reload_under_load_changes_models_and_limits_without_a_failed_call(tmp
                 "model 'comes' added",
                 "model 'goes' removed",
             ]
-            assert done.stderr.splitlines()[-1] == "error: server.http_addr takes a restart"
+            why = "takes a restart: connections that are open would be closed"
+            assert done.stderr.splitlines()[-1] == f"error: server.http_addr {why}"
             assert done.returncode == 1
             assert (serving.amount("stays"), serving.amount("comes"), serving.names()) == (5, 1, ["stays", "comes"])
             assert code_of(lambda: serving.amount("goes"))[0] == "NOT_FOUND"
@@ -81,6 +83,13 @@ def test_a_lowered_limit_holds_for_the_next_call(tmp_path: Path) -> None:
         assert checkpoint(serving.served, [meta("adder"), *parts])[-1].done
         (tmp_path / "nereid.yaml").write_text(listing("adder", server=", limits: {max_chunks: 1}"))
         assert nereid("reload", str(serving.served.process.pid)).returncode == 0
+        (tmp_path / "nereid.yaml").write_text(
+            listing("adder", server=", limits: {max_chunks: 1, max_buffered_bytes: 500000000}")
+        )
+        for applied in (["server.limits.max_buffered_bytes is 500000000 now, was 1073741824"], []):
+            done = nereid("reload", str(serving.served.process.pid))
+            assert (done.returncode, done.stdout.splitlines()) == (1, applied)
+            assert "Envoy's share of 500000000 takes a restart" in done.stderr
         with pytest.raises(Exception, match="max_chunks"):
             checkpoint(serving.served, [meta("adder"), *parts])
 
@@ -121,15 +130,19 @@ def test_status_tells_addresses_versions_processes_and_failures(tmp_path: Path) 
         assert asked("status", served)["failures"][-1]["text"] == "nothing has changed"
 
 
-def test_keys_come_and_go_on_both_addresses_while_calls_go_on(tmp_path: Path) -> None:
+def test_keys_and_the_secret_of_tokens_change_on_both_addresses_while_calls_go_on(tmp_path: Path) -> None:
     keys = {name: name * 8 for name in ("old", "stays", "fresh", "filed")}
     (tmp_path / "key").write_text("the-first-content")
 
     def settings(*names: str) -> str:
         rows = [f"{{name: {n}, role: inference, sha256: {sha256(keys[n].encode()).hexdigest()}}}" for n in names]
         rows.append("{name: file, role: inference, key_file: key}")
-        return listing("adder", server=f", http_addr: '127.0.0.1:0', auth: {{keys: [{', '.join(rows)}]}}")
+        auth = f"auth: {{keys: [{', '.join(rows)}], jwt: {{secret_file: secret}}}}"
+        return listing("adder", server=f", http_addr: '127.0.0.1:0', {auth}")
 
+    secrets = ("the-first-secret" * 2, "the-next-secret" * 3)
+    first_token, next_token = (jwt.encode({"exp": 2**31, "role": "inference"}, secret) for secret in secrets)
+    (tmp_path / "secret").write_text(secrets[0])
     with live(tmp_path, settings=settings("old", "stays"), models=("adder",)) as serving:
         client = serving.client
         metrics = f"http://{serving.served.state['http']}/metrics"
@@ -162,13 +175,21 @@ def test_keys_come_and_go_on_both_addresses_while_calls_go_on(tmp_path: Path) ->
 
         both, neither = ("OK", 200), ("UNAUTHENTICATED", 401)
         assert [may(keys["old"]), may(keys["fresh"]), may("the-first-content")] == [both, neither, both]
+        assert [may(first_token), may(next_token)] == [both, neither]
         with ThreadPoolExecutor(1) as pool:
             pool.submit(ask)
             try:
                 (tmp_path / "nereid.yaml").write_text(settings("stays", "fresh"))
                 (tmp_path / "key").write_text("the-next-content")
+                (tmp_path / "secret").write_text(secrets[1])
                 done = nereid("reload", str(serving.served.process.pid))
-                assert done.stdout.splitlines() == ["server.auth.keys changed", "server.auth: 3 keys are let in now"]
+                assert done.stdout.splitlines() == [
+                    "server.auth.keys changed",
+                    "server.auth: tokens are verified anew",
+                    "server.auth: 3 keys are let in now",
+                ]
+                serving.until(lambda: may(first_token) == neither)  # Envoy's workers take it one after the other
+                assert [may(first_token), may(next_token)] == [neither, both]
                 assert [may(keys["old"]), may(keys["fresh"]), may("the-first-content")] == [neither, both, neither]
                 assert may("the-next-content") == both
                 (tmp_path / "key").unlink()
@@ -179,6 +200,12 @@ def test_keys_come_and_go_on_both_addresses_while_calls_go_on(tmp_path: Path) ->
                 over.set()
         assert failures == []
         (tmp_path / "key").write_text("the-next-content")
+        without = settings("stays", "fresh").replace(", jwt: {secret_file: secret}", "")
+        (tmp_path / "nereid.yaml").write_text(without)
+        done = nereid("reload", str(serving.served.process.pid))
+        assert done.stdout.splitlines() == ["server.auth.jwt changed", "server.auth: no tokens are let in now"]
+        serving.until(lambda: may(next_token) == neither)
+        assert may(keys["fresh"]) == both
         (tmp_path / "nereid.yaml").write_text(listing("adder", server=", http_addr: '127.0.0.1:0'"))
         assert "server.auth takes a restart" in nereid("reload", str(serving.served.process.pid)).stderr
         assert may("") == neither
