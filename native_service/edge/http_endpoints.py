@@ -33,6 +33,32 @@ def is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
 _LOG.addFilter(is_not_about_bad_bytes)
 
 
+async def listen(
+    application: web.Application,
+    socket: str,
+    log: logging.Logger,
+    *,
+    ends_calls: bool = False,
+    last_answers_s: float = 60.0,
+) -> web.AppRunner:
+    """Serve ``application`` on the Unix socket ``socket`` until the runner is cleaned up. Raises OSError.
+
+    Bodies are as they were sent: aiohttp's own unpacking has no bound. With ``ends_calls`` a client that goes ends its
+    call: its permit is free and the model may skip it.
+    """
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        logger=log,
+        handler_cancellation=ends_calls,
+        auto_decompress=False,
+        shutdown_timeout=last_answers_s,
+    )
+    await runner.setup()
+    await web.UnixSite(runner, socket).start()
+    return runner
+
+
 class Metrics:
     """Answers ``/metrics``, wherever that is asked for: Triton's series, completed, and ours."""
 
@@ -122,9 +148,7 @@ class HttpEndpoints:
                 web.get("/metrics", self._metrics.answer),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, logger=_LOG, auto_decompress=False)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, self._socket).start()
+        self._runner = await listen(application, self._socket, _LOG)
 
     async def stop(self) -> None:
         if self._runner is not None:
