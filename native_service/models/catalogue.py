@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from native_service.front import Front
 from native_service.kserve.descriptions import VERSION
 from native_service.kserve.grpc import ModelControl
 from native_service.models.conversion import Converted, Converter, Source
+from native_service.models.served import ServedModel
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
 from native_service.triton.process import TritonServer
@@ -38,34 +39,6 @@ _MEMORY = Path("/proc/meminfo")
 # Envoy's workers learn of new routes and clusters a moment after it says so. A call of ours that came to a cluster too
 # early would come back to us.
 _WORKERS_LEARN_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model; ``triton_models`` are those behind it in the order in which they load, itself the last.
-
-    It is public unless its source is hidden: then it is there for meta models only. An idle one has its files in
-    Triton's repository and is not loaded.
-    """
-
-    source: Source
-    spec: ModelSpec
-    triton_models: tuple[str, ...]
-    place: Place = Place.TRITON
-
-    def loads(self, *, at_once: bool) -> list[tuple[str, tuple[str, ...]]]:
-        """What to load in order, each with the models that Triton loads with it: those of an ensemble ``at_once``.
-
-        Loaded one by one they would be loaded twice, the second time with the ensemble; but what serves already is
-        replaced one by one, so that a failure can be undone.
-        """
-        if at_once and self.spec.stages:
-            return [(self.spec.name, self.triton_models[:-1])]
-        return [(model, ()) for model in self.triton_models]
-
-    def admitted(self, *, away: bool) -> Admitted:
-        settings, options = self.source.settings, self.source.settings.options
-        return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s, self.place)
 
 
 async def _see_nothing() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from native_service import settings
 from native_service.models import watch
+from native_service.models.attempt import Attempt
 from native_service.models.catalogue import Catalogue
-from native_service.models.control import ModelControl, Outcome, _Attempt
+from native_service.models.control import ModelControl, Outcome
 from native_service.models.conversion import Converted, Source
 from native_service.models.residency import Residency
 from native_service.settings import ModelOptions, ModelSettings, ResidencySettings
@@ -85,7 +86,7 @@ class FakeConverter:
             raise BundleError("manifest.yaml: outputs are missing")
         if text == "restless":
             source.path.write_text("calm")
-        (folder / source.name).mkdir()
+        (folder / source.name / "1").mkdir(parents=True)
         (folder / source.name / "text").write_text(text)
         return Converted(ModelSpec(source.name, "fake", "fake", (), (), ()), folder)
 
@@ -440,7 +441,7 @@ def test_what_is_no_single_file_in_the_folder_is_not_replaced_by_one(models: Pat
     async def scenario() -> None:
         controlled = Controlled(tmp_path, front, its)
         control = controlled.control
-        control._tried["a"] = _Attempt(Source(tmp_path / "elsewhere", rows[0]), (), {})
+        control._tried["a"] = Attempt(Source(tmp_path / "elsewhere", rows[0]), (), {})
         (models / "folder").mkdir()
         for name in ("a", "folder"):
             with pytest.raises(AlreadyExists, match="cannot replace"):
@@ -448,7 +449,7 @@ def test_what_is_no_single_file_in_the_folder_is_not_replaced_by_one(models: Pat
                     rows[0].model_copy(update={"name": name}), arrived(models, name, "2"), overwrite=True
                 )
         assert (tmp_path / "elsewhere").read_text() == "1"
-        control._tried["other"] = _Attempt(Source(models / "plain", rows[0]), (), {})
+        control._tried["other"] = Attempt(Source(models / "plain", rows[0]), (), {})
         with pytest.raises(AlreadyExists, match="another model is read from plain"):
             await control.adopt(
                 rows[0].model_copy(update={"name": "plain"}), arrived(models, "plain", "2"), overwrite=True
