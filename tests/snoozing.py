@@ -40,7 +40,12 @@ class Blocking:
 
     def infer_together(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
         async def together() -> list[Any]:
-            return await asyncio.gather(*(self._client.infer(*each) for each in calls))
+            answers = await asyncio.gather(*(self._client.infer(*each) for each in calls), return_exceptions=True)
+            # Not before all have ended: those over REST would go on in their threads.
+            for error in answers:
+                if isinstance(error, BaseException):
+                    raise error
+            return answers
 
         return self._loop.run_until_complete(together())
 
