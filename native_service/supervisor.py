@@ -21,7 +21,7 @@ from native_service.envoy.settings import HTTP_SOCKET, REST_SOCKET
 from native_service.front import Front
 from native_service.models.catalogue import Catalogue
 from native_service.models.control import ModelControl
-from native_service.models.conversion import Converter
+from native_service.models.conversion import Converted, Converter, Source
 from native_service.models.residency import Residency
 from native_service.operation import preflight
 from native_service.operation.control_channel import ControlChannel
@@ -175,10 +175,8 @@ async def _start(
     ending.push_async_callback(residency.stop)
     control = ModelControl(settings, catalogue, residency, new_converter, lenient=options.watch)
     status.preparing(catalogue, residency, control)
-    converted = await control.convert()
     ending.push_async_callback(triton.stop, options.grace_s)
-    await triton.start()
-    await control.load_converted(converted)
+    await control.load_converted(await _converted_beside(triton, control))
     front = Front(envoy, run, triton, access, residency, options.grace_s)
     # They answer as soon as Envoy asks, and until it asks no more.
     await _open_http(server, run, triton, catalogue, control, residency, front, ending)
@@ -215,6 +213,17 @@ async def _open_channel(
     await channel.start()
 
 
+async def _converted_beside(triton: TritonServer, control: ModelControl) -> list[tuple[Source, Converted]]:
+    """What ``control`` converts, while ``triton`` starts. Raises the error of whichever fails first."""
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(triton.start())
+            converting = both.create_task(control.convert())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return converting.result()
+
+
 def _following(control: ModelControl, options: Options) -> asyncio.Task[None]:
     """What follows the changes of the folder and of the list, until it is cancelled."""
     following = asyncio.create_task(control.follow(options.reread))
@@ -249,6 +258,7 @@ async def _open_http(
     metrics = _metrics(triton, catalogue, control, residency, front)
     ending.push_async_callback(metrics.stop)
     await metrics.start()
+    catalogue.before_unload = metrics.look
     if server.http is not None:
         probes = HttpEndpoints(
             f"{run.short_path}/{HTTP_SOCKET}",
@@ -280,7 +290,7 @@ def _metrics(
             {"tritonserver": triton.restarts, "envoy": front.envoy_restarts},
             residency.residences,
         ),
-        more=SnoozeMetrics(lambda: front.snooze.counts, residency, lambda: triton.restarts).text,
+        more=SnoozeMetrics(lambda: front.snooze.counts, residency).text,
     )
 
 

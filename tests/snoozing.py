@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,17 @@ class Blocking:
     def __getattr__(self, name: str) -> Any:
         return getattr(_Blocked(self._client, self._loop), name)
 
+    def infer_together(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        async def together() -> list[Any]:
+            answers = await asyncio.gather(*(self._client.infer(*each) for each in calls), return_exceptions=True)
+            # Not before all have ended: those over REST would go on in their threads.
+            for error in answers:
+                if isinstance(error, BaseException):
+                    raise error
+            return answers
+
+        return self._loop.run_until_complete(together())
+
     def close(self) -> None:
         self._loop.run_until_complete(self._client.close())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -50,6 +64,14 @@ class _Blocked:
         return lambda *args, **options: self._loop.run_until_complete(call(*args, **options))
 
 
+def infer_together(client: Any, calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """``client.infer`` with each of the arguments in ``calls``, all at once."""
+    if isinstance(client, Blocking):
+        return client.infer_together(calls)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda arguments: client.infer(*arguments), calls))
+
+
 class Snoozing:
     """The running server and the clients that a test opens; ``kind`` of those is ``sync`` or ``async``."""
 
@@ -58,6 +80,8 @@ class Snoozing:
         self._clients: list[Any] = []
         self.tokens: set[str] = set()
         """Those that clients have sent."""
+        self.exit_code = 0
+        """What the server is to end with."""
 
     @property
     def address(self) -> str:
@@ -75,6 +99,17 @@ class Snoozing:
         client = (snoozeml.SnoozeClient if kind == "sync" else Blocking)(**{**known, **options})
         self._clients.append(client)
         return client
+
+    def kill(self) -> set[int]:
+        """Kill every process of the server, as the end of its machine does; those that it had."""
+        processes = self.served.descendants()
+        # First who holds the connections: it would still tell REST's callers of the end of the others.
+        order = sorted(processes, key=lambda pid: b"envoy.json" not in Path(f"/proc/{pid}/cmdline").read_bytes())
+        for pid in (*order, self.served.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.exit_code = -signal.SIGKILL
+        return processes
 
     def close_clients(self) -> None:
         while self._clients:
@@ -147,6 +182,6 @@ def _running(served: Served, models: Path) -> Iterator[Snoozing]:
         processes = served.descendants()
         code, output = served.end()
         print(output)
-    assert (code, alive(processes)) == (0, set())
+    assert (code, alive(processes)) == (running.exit_code, set())
     secrets = (*KEYS, JWT_SECRET, *running.tokens)
     assert not [secret for secret in secrets if secret in output or any(secret in text for text in told)]  # case 35

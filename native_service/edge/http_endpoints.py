@@ -6,6 +6,7 @@ Envoy stands before it on ``server.http_addr``: it knows TLS, keys, and when to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -14,11 +15,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from native_service.envoy.settings import Admitted, Place
 from native_service.telemetry.exposition import Counted, Loads, exposition
+from native_service.telemetry.triton_counters import TritonCounters
 from nereid_backend.errors import EnvoyUnavailable
 
 _LOG = logging.getLogger("nereid.http")
 
 _METRICS_TIMEOUT_S = 5.0
+_NO_ANSWER = (ClientError, asyncio.TimeoutError)
 _METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
 
@@ -28,6 +31,32 @@ def is_not_about_bad_bytes(record: logging.LogRecord) -> bool:
 
 
 _LOG.addFilter(is_not_about_bad_bytes)
+
+
+async def listen(
+    application: web.Application,
+    socket: str,
+    log: logging.Logger,
+    *,
+    ends_calls: bool = False,
+    last_answers_s: float = 60.0,
+) -> web.AppRunner:
+    """Serve ``application`` on the Unix socket ``socket`` until the runner is cleaned up. Raises OSError.
+
+    Bodies are as they were sent: aiohttp's own unpacking has no bound. With ``ends_calls`` a client that goes ends its
+    call: its permit is free and the model may skip it.
+    """
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        logger=log,
+        handler_cancellation=ends_calls,
+        auto_decompress=False,
+        shutdown_timeout=last_answers_s,
+    )
+    await runner.setup()
+    await web.UnixSite(runner, socket).start()
+    return runner
 
 
 class Metrics:
@@ -43,10 +72,12 @@ class Metrics:
         more: Callable[[str], str] = lambda _triton: "",
     ) -> None:
         """``triton`` is its metrics' ``host:port``; ``models`` may change meanwhile; ``counted`` and ``loads`` are what
-        is shown beside Triton's, ``more`` makes the text of further series from its."""
+        is shown beside Triton's, ``more`` makes the text of further series from its, which never fall."""
         self._url, self._models = f"http://{triton}/metrics", models
         self._counted, self._loads, self._more = counted, loads, more
         self._session: ClientSession | None = None
+        self._triton = TritonCounters()
+        self._looking = asyncio.Lock()
 
     async def start(self) -> None:
         self._session = ClientSession(timeout=ClientTimeout(total=_METRICS_TIMEOUT_S))
@@ -55,18 +86,32 @@ class Metrics:
         if self._session is not None:
             await self._session.close()
 
-    async def answer(self, _request: web.Request) -> web.Response:
-        """The answer in Prometheus' format."""
+    async def look(self) -> None:
+        """Keep what Triton has counted so far, before it forgets a model; no harm is done when it does not answer."""
+        with contextlib.suppress(*_NO_ANSWER):
+            await self._look()
+
+    async def _look(self) -> str | None:
+        """Triton's series, its counters kept over unloads; None when it has none."""
         if self._session is None:
-            return web.Response(status=503)
-        try:
+            return None
+        async with self._looking:  # an older look that comes later would read like counters that fell
             async with self._session.get(self._url) as answer:
                 if answer.status != 200:
-                    return web.Response(status=503, text="Triton has no metrics\n")
-                triton, counted = await answer.text(), await self._counted()
-                # With a hundred models it takes a tenth of a second, which calls need not wait for.
-                text = await asyncio.to_thread(exposition, triton, dict(self._models), counted, self._loads())
-        except (ClientError, asyncio.TimeoutError):  # noqa: UP041 - aiohttp raises this name on every version
+                    return None
+                text, life = await answer.text(), self._loads().server_restarts.get("tritonserver", 0)
+            return await asyncio.to_thread(self._triton.complete, text, life, set(self._models))
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        """The answer in Prometheus' format."""
+        try:
+            triton = await self._look()
+            if triton is None:
+                return web.Response(status=503, text="Triton has no metrics\n")
+            counted = await self._counted()
+            # With a hundred models it takes a tenth of a second, which calls need not wait for.
+            text = await asyncio.to_thread(exposition, triton, dict(self._models), counted, self._loads())
+        except _NO_ANSWER:
             return web.Response(status=503, text="Triton does not answer\n")
         except EnvoyUnavailable as error:
             return web.Response(status=503, text=f"{error}\n")
@@ -103,9 +148,7 @@ class HttpEndpoints:
                 web.get("/metrics", self._metrics.answer),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, logger=_LOG, auto_decompress=False)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, self._socket).start()
+        self._runner = await listen(application, self._socket, _LOG)
 
     async def stop(self) -> None:
         if self._runner is not None:

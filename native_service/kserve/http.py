@@ -20,7 +20,7 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
 from native_service.edge.grpc import Told, told
-from native_service.edge.http_endpoints import is_not_about_bad_bytes
+from native_service.edge.http_endpoints import is_not_about_bad_bytes, listen
 from native_service.kserve.body_codings import Decoder, accepted_coding, encode
 from native_service.kserve.grpc import KServeService
 from native_service.kserve.json import parse_object, read_infer, set_field, set_parameters, to_json, write_infer
@@ -127,18 +127,7 @@ class HttpInference:
         for (verb, path), method in ROUTES.items():
             answer = self._infer if method == "ModelInfer" else self._simple(method)
             application.router.add_route(verb, path, answer)
-        self._runner = web.AppRunner(
-            application,
-            access_log=None,
-            logger=_LOG,
-            # A client that goes ends its call: its permit is free and the model may skip it.
-            handler_cancellation=True,
-            # Bounded, unlike aiohttp's own, in ``_body``.
-            auto_decompress=False,
-            shutdown_timeout=0,
-        )
-        await self._runner.setup()
-        await web.UnixSite(self._runner, socket).start()
+        self._runner = await listen(application, socket, _LOG, ends_calls=True, last_answers_s=0)
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from native_service.front import Front
 from native_service.kserve.descriptions import VERSION
 from native_service.kserve.grpc import ModelControl
 from native_service.models.conversion import Converted, Converter, Source
+from native_service.models.served import ServedModel
 from native_service.run_directory import RunDirectory
 from native_service.settings import Address, ServerSettings
 from native_service.triton.process import TritonServer
@@ -40,32 +41,8 @@ _MEMORY = Path("/proc/meminfo")
 _WORKERS_LEARN_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model; ``triton_models`` are those behind it in the order in which they load, itself the last.
-
-    It is public unless its source is hidden: then it is there for meta models only. An idle one has its files in
-    Triton's repository and is not loaded.
-    """
-
-    source: Source
-    spec: ModelSpec
-    triton_models: tuple[str, ...]
-    place: Place = Place.TRITON
-
-    def loads(self, *, at_once: bool) -> list[tuple[str, tuple[str, ...]]]:
-        """What to load in order, each with the models that Triton loads with it: those of an ensemble ``at_once``.
-
-        Loaded one by one they would be loaded twice, the second time with the ensemble; but what serves already is
-        replaced one by one, so that a failure can be undone.
-        """
-        if at_once and self.spec.stages:
-            return [(self.spec.name, self.triton_models[:-1])]
-        return [(model, ()) for model in self.triton_models]
-
-    def admitted(self, *, away: bool) -> Admitted:
-        settings, options = self.source.settings, self.source.settings.options
-        return Admitted(self.spec, settings.queue_capacity, away, options.required, options.time_limit_s, self.place)
+async def _see_nothing() -> None:
+    pass
 
 
 class Catalogue:
@@ -82,6 +59,8 @@ class Catalogue:
         self.conversion_s: dict[str, float] = {}
         """How long the last conversion of each model took, in seconds; ``load_s``: its last load."""
         self.load_s: dict[str, float] = {}
+        self.before_unload: Callable[[], Awaitable[None]] = _see_nothing
+        """Done before a model leaves Triton, or another version takes its place: it forgets what it has counted."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._routing = asyncio.Lock()
 
@@ -179,7 +158,8 @@ class Catalogue:
             try:
                 if model.place is Place.IDLE:
                     for each, behind in model.loads(at_once=True):
-                        await self._triton.load(each, self.load_timeout_s, behind)
+                        # Triton may believe that it has it still, of which the processes are dead then.
+                        await self._load_anew(each, behind)
                     self.load_s[name] = time.monotonic() - begun
                 await self._place(name, Place.TRITON)
             except NereidError:
@@ -296,7 +276,8 @@ class Catalogue:
 
     async def _load_anew(self, model: str, behind: Sequence[str] = ()) -> None:
         # Triton takes a directory for changed only when something in it is newer than before.
-        os.utime(self._run.repository / model / VERSION)
+        for each in (*behind, model):
+            os.utime(self._run.repository / each / VERSION)
         await self._triton.load(model, self.load_timeout_s, behind)
 
     async def _serve(
@@ -324,6 +305,7 @@ class Catalogue:
         loads = new.place is Place.TRITON
         if owned and not same and loads:
             await asyncio.to_thread(_check_memory, new.spec.name, fresh)
+            await self.before_unload()
         moved: list[str] = []
         loaded: list[str] = []
         try:
@@ -359,11 +341,13 @@ class Catalogue:
             _LOG.error("model %r could not be brought back: %s", model, error)
 
     async def _unload(self, models: Sequence[str]) -> None:
+        if models:
+            await self.before_unload()
         for model in reversed(models):
             try:
                 await self._triton.unload(model)
             except NereidError as error:
-                _LOG.warning("%s; nobody can reach it", error)
+                _LOG.warning("%s; its processes are killed and nobody can reach it", error)
 
     async def _drop(self, models: Sequence[str]) -> None:
         await self._unload(models)

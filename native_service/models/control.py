@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
+from native_service.models.attempt import Attempt, callees_of, news_of_admission
 from native_service.models.catalogue import Catalogue
+from native_service.models.changes import Changes
 from native_service.models.conversion import Converted, Converter, Source
 from native_service.models.records import ModelRecord, ModelRecords
 from native_service.models.residency import Residency
@@ -38,16 +39,6 @@ from nereid_backend.spec import ModelSpec
 _LOG = logging.getLogger("nereid.serve")
 
 _MOST_WAITING = 16
-# What a model need not be converted or loaded anew for, as its queue_capacity.
-_ADMISSION_OPTIONS = ("time_limit_s", "required", "load", "idle_timeout_s", "pinned")
-
-
-class _Attempt(NamedTuple):
-    """What a model was made of, with the contracts of its callees when it is a meta model."""
-
-    source: Source
-    state: Fingerprint
-    callees: Mapping[str, ModelSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +71,14 @@ class ModelControl:
         self._new_converter = new_converter
         self._lenient = lenient
         # What was made of each name last, whether it went well or not: only something else is worth another try.
-        self._tried: dict[str, _Attempt] = {}
+        self._tried: dict[str, Attempt] = {}
         self._unloaded: set[str] = set()
         self._view: Mapping[str, Fingerprint] | None = None
         self._complaints: set[str] = set()
         self._restarts: Counter[str] = Counter()
         self._records = ModelRecords()
         self._turn = asyncio.Lock()
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes = Changes()
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -102,7 +93,10 @@ class ModelControl:
         return {name: self._records[name] for name in names if name not in self._unloaded}
 
     async def convert(self) -> list[tuple[Source, Converted]]:
-        """Convert everything the settings name. Raises BundleError with a line per model that failed."""
+        """Convert everything the settings name. Raises BundleError with a line per model that failed.
+
+        What nobody has asked for does not keep the others from starting: it is left out.
+        """
         async with self._new_converter() as converter:
             sources, problems = await converter.sources(self._settings)
             self._report(problems, BundleError)
@@ -112,7 +106,10 @@ class ModelControl:
                 try:
                     staged = await self._stage(source, converter, specs)
                 except NereidError as error:
-                    problems.append(f"model {source.name!r}: {error}")
+                    if _is_asked_for(source, self._settings):
+                        problems.append(f"model {source.name!r}: {error}")
+                    else:
+                        self._complain(f"model {source.name!r}: {error}; it is left out")
                 else:
                     converted.append((source, staged))
                     specs[source.name] = staged.spec
@@ -212,9 +209,7 @@ class ModelControl:
 
     async def stop(self) -> None:
         """Cut what is being changed."""
-        for change in self._changes:
-            change.cancel()
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        await self._changes.stop()
 
     async def _in_turn(self, change: Callable[[], Awaitable[None]]) -> None:
         """Run ``change`` after those before it, to its end also when whoever asked has gone."""
@@ -225,15 +220,7 @@ class ModelControl:
             async with self._turn:
                 await change()
 
-        task = asyncio.create_task(run())
-        self._changes.add(task)
-        task.add_done_callback(self._done)
-        await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._changes.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever asked may have gone
+        await self._changes.to_its_end(run())
 
     async def _load(self, name: str) -> None:
         async with self._new_converter() as converter:
@@ -302,7 +289,7 @@ class ModelControl:
             if isinstance(error, OSError):
                 raise RepositoryError(f"model {name!r} cannot be put in place ({error.strerror})") from None
             raise
-        self._tried[name] = _Attempt(Source(target, model), fingerprint(target), {})
+        self._tried[name] = Attempt(Source(target, model), fingerprint(target), {})
         self._unloaded.discard(name)
         others = tuple(each for each in self._settings.models if each.name != name)
         self._settings = self._settings.model_copy(update={"models": (*others, model)})
@@ -344,8 +331,8 @@ class ModelControl:
 
     async def _stage(self, source: Source, converter: Converter, others: Mapping[str, ModelSpec]) -> Converted:
         as_it_is = await asyncio.to_thread(fingerprint, source.path)
-        callees = _callees(source, others)
-        self._tried[source.name] = _Attempt(source, as_it_is, callees)
+        callees = callees_of(source, others)
+        self._tried[source.name] = Attempt(source, as_it_is, callees)
         with self._records.converting(source.name):
             staged = await self._catalogue.stage(source, converter, callees)
             if await asyncio.to_thread(fingerprint, source.path) != as_it_is:
@@ -358,13 +345,14 @@ class ModelControl:
         specs = served.copy()
         staged: list[tuple[Source, Converted]] = []
         admitted: list[Source] = []
+        left_out: list[str] = []
         try:
             view = await asyncio.to_thread(self._look)
             async with self._new_converter() as converter:
                 sources, problems = await converter.sources(settings)
                 for source in [source for source in sources if source.name not in self._unloaded]:
                     state = await asyncio.to_thread(fingerprint, source.path)
-                    attempt = _Attempt(source, state, _callees(source, specs))
+                    attempt = Attempt(source, state, callees_of(source, specs))
                     if self._tried.get(source.name) == attempt and self._records[source.name].failure is None:
                         continue
                     if self._differs_in_admission(attempt):
@@ -374,7 +362,8 @@ class ModelControl:
                         staged.append((source, await self._stage(source, converter, specs)))
                         specs[source.name] = staged[-1][1].spec
                     except NereidError as error:
-                        problems.append(f"model {source.name!r}: {error}")
+                        asked_for = _is_asked_for(source, settings)
+                        (problems if asked_for else left_out).append(f"model {source.name!r}: {error}")
             if problems and not self._lenient:
                 raise BundleError("\n".join(problems))
             await before()
@@ -383,7 +372,7 @@ class ModelControl:
             for _, ready in staged:
                 await self._catalogue.discard(ready)
             raise
-        outcome.failed.extend(problems)
+        outcome.failed.extend((*problems, *left_out))
         self._settings, self._view = settings, None
         self._said = settings.models, settings.others
         self._complaints.clear()
@@ -391,7 +380,7 @@ class ModelControl:
             what = "changed" if source.name in served else "added"
             await self._told(self._serve(source, ready), f"model {source.name!r} {what}", outcome)
         for source in admitted:
-            what = ", ".join(_news_of_admission(self._tried[source.name].source.settings, source.settings))
+            what = ", ".join(news_of_admission(self._tried[source.name].source.settings, source.settings))
             await self._told(self._admit(source), f"model {source.name!r}: {what}", outcome)
         for name in sorted({*self._tried, *served} - {source.name for source in sources}):
             await self._told(self._miss(name, view), None, outcome)
@@ -418,18 +407,13 @@ class ModelControl:
         """Whether the folder is a model itself, instead of one of models."""
         return any(source.path == self._settings.server.folder for source, *_ in self._tried.values())
 
-    def _differs_in_admission(self, now: _Attempt) -> bool:
+    def _differs_in_admission(self, now: Attempt) -> bool:
         """Whether the model is served as ``now`` describes it but for what is decided before its calls reach it."""
         name = now.source.name
         tried, spec = self._tried.get(name), self._catalogue.specs.get(name)
         if tried is None or spec is None or self._records[name].failure is not None:
             return False
-        old, new = tried.source.settings, now.source.settings
-        if spec.script is not None and old.queue_capacity != new.queue_capacity:
-            return False  # its own files hold that number
-        options = old.options.model_copy(update={key: getattr(new.options, key) for key in _ADMISSION_OPTIONS})
-        settings = old.model_copy(update={"queue_capacity": new.queue_capacity, "options": options})
-        return tried._replace(source=replace(tried.source, settings=settings)) == now
+        return tried.differs_in_admission(now, spec)
 
     async def _admit(self, source: Source) -> None:
         await self._catalogue.admit(source)
@@ -447,7 +431,7 @@ class ModelControl:
                 if state is None or source.name in self._unloaded:
                     continue
                 # Callees come before who calls them: their contracts are those of now.
-                attempt = _Attempt(source, state, _callees(source, self._catalogue.specs))
+                attempt = Attempt(source, state, callees_of(source, self._catalogue.specs))
                 if self._tried.get(source.name) == attempt:
                     continue
                 if self._differs_in_admission(attempt):
@@ -513,6 +497,13 @@ class ModelControl:
             _LOG.warning("%s", line)
 
 
+def _is_asked_for(source: Source, settings: Settings) -> bool:
+    """Whether the settings list it, or want it in Triton before somebody calls it."""
+    options = source.settings.options
+    listed = any(model.name == source.name for model in settings.models)
+    return listed or options.pinned or options.load == "start"
+
+
 def _undo_swap(file: Path, target: Path, was_there: bool) -> None:
     from converters import durable
 
@@ -520,17 +511,3 @@ def _undo_swap(file: Path, target: Path, was_there: bool) -> None:
         durable.swap_in(file, target, replace=True)
     else:
         target.unlink()
-
-
-def _callees(source: Source, others: Mapping[str, ModelSpec]) -> Mapping[str, ModelSpec]:
-    """The contracts of those of ``others`` that ``source`` calls."""
-    return {name: others[name].contract for name in source.calls or () if name in others}
-
-
-def _news_of_admission(old: ModelSettings, new: ModelSettings) -> Iterator[str]:
-    if old.queue_capacity != new.queue_capacity:
-        yield f"queue_capacity is {new.queue_capacity} now, was {old.queue_capacity}"
-    for key in _ADMISSION_OPTIONS:
-        before, now = getattr(old.options, key), getattr(new.options, key)
-        if before != now:
-            yield f"options.{key} is {now} now, was {before}"

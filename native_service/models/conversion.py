@@ -103,16 +103,22 @@ class Converter:
         found = (await self._ask({"do": "find", "path": str(folder)}))["found"]
         if not found and not named and not settings.server.allow_model_control:
             problems.append(f"{folder} holds no bundle, nereid folder or model file")
+        unfit = []
         for name, path, calls in found:
             if Path(path) in taken:
                 continue
             if name in models:
-                problems.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
+                unfit.append(f"{path} and {models[name].path} would both be served as {name!r}; rename one")
                 continue
             try:
                 models[name] = Source(Path(path), settings.others.named(name), _names(calls))
             except ValidationError:
-                problems.append(f"{short_repr(path)} cannot be served: its name {NAME_RULE}; rename it")
+                unfit.append(f"{short_repr(path)} cannot be served: its name {NAME_RULE}; rename it")
+        if settings.others.options.load == "start":
+            problems.extend(unfit)
+        else:  # nobody has asked for it
+            for line in unfit:
+                _LOG.warning("%s", line)
         listed = {model.name for model in settings.models}
         called = {callee for source in models.values() for callee in source.calls or ()} - listed
         return _callees_first(replace(source, hidden=name in called) for name, source in models.items()), problems

@@ -24,14 +24,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
 
 from native_service.envoy.admin import Traffic
 from native_service.envoy.listeners import QUEUE_FULL
 from native_service.envoy.settings import Place
 from native_service.models.catalogue import Catalogue
+from native_service.models.changes import Changes
 from native_service.models.conversion import Source
 from native_service.models.residence import (
     BUSY,
@@ -54,8 +54,6 @@ from nereid_backend.errors import ModelLoadError, ModelLoading, NereidError, Not
 
 _LOG = logging.getLogger("nereid.models")
 
-T = TypeVar("T")
-
 _RETRY_AFTER_S = 5
 # Between two looks: often where it matters when a model was called last, else for who asks how models are.
 _LOOK_S, _SELDOM_S, _MEASURE_S = 0.5, 5.0, 10.0
@@ -77,7 +75,7 @@ class Residency:
         self.settings = settings
         self._traffic: Callable[[], Awaitable[Mapping[str, Traffic]]] = _no_traffic
         self._stays: defaultdict[str, Stay] = defaultdict(Stay)
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = Changes()
         self._room = asyncio.Lock()
         self._came = asyncio.Event()
         self._measured = 0.0
@@ -205,7 +203,7 @@ class Residency:
     async def pin(self, name: str) -> None:
         """Load ``name`` and keep it in Triton. Raises NereidError; then it is as it was."""
         self._check_public(name)
-        await self._to_its_end(self._pin(name, self._stays[name]))
+        await self._changes.to_its_end(self._pin(name, self._stays[name]))
 
     async def _pin(self, name: str, stay: Stay) -> None:
         stay.pinning += 1
@@ -236,21 +234,7 @@ class Residency:
 
     async def stop(self) -> None:
         """Cut the changes that are under way."""
-        changes = tuple(self._changes)
-        for change in changes:
-            change.cancel()
-        await asyncio.gather(*changes, return_exceptions=True)
-
-    def _begin_change(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A change of a model goes on when whoever asked for it leaves: half of one would be neither."""
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return task
-
-    async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(self._begin_change(change))
+        await self._changes.stop()
 
     def _has_to_know(self) -> bool:
         """Whether a model may have to go that is in Triton now."""
@@ -292,7 +276,7 @@ class Residency:
     async def _load_once(self, name: str) -> None:
         stay = self._stays[name]
         if stay.loading is None:
-            stay.loading = self._begin_change(self._load(name))
+            stay.loading = self._changes.begin(self._load(name))
         await asyncio.shield(stay.loading)
 
     async def _load(self, name: str) -> None:
@@ -383,9 +367,9 @@ class Residency:
 
     def _victims(self, name: str) -> Iterator[str]:
         now = time.monotonic()
-        for each in self._catalogue.served:
-            stay = self._stays[each]
-            young = now - stay.since < self.settings.min_residency_s
+        for each, model in self._catalogue.served.items():
+            stay, own_s = self._stays[each], model.source.settings.options.min_residency_s
+            young = now - stay.since < (self.settings.min_residency_s if own_s is None else own_s)
             if each != name and self._is_open(each) and not (stay.is_busy or young) and self._may_leave(each):
                 yield each
 
@@ -413,7 +397,7 @@ class Residency:
 
     async def _leave(self, name: str, *, insist: bool) -> bool:
         """Unload ``name``; whether it has gone. One that ``insist`` has its calls wait from the start."""
-        return await self._to_its_end(self._leave_now(name, self._stays[name], insist))
+        return await self._changes.to_its_end(self._leave_now(name, self._stays[name], insist))
 
     async def _leave_now(self, name: str, stay: Stay, insist: bool) -> bool:
         closes = insist

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from native_service.edge.http_endpoints import listen
 from native_service.run_directory import CONTROL_SOCKET, RunDirectory
 from nereid_backend.errors import NereidError
 
@@ -43,11 +44,8 @@ class ControlChannel:
         application.add_routes(
             [web.post(path, self._handler(work, bounded=False)) for path, work in self._orders.items()]
         )
-        self._runner = web.AppRunner(
-            application, access_log=None, logger=_LOG, auto_decompress=False, shutdown_timeout=_LAST_ANSWERS_S
-        )
-        await self._runner.setup()
-        await web.UnixSite(self._runner, self._run.socket_path(CONTROL_SOCKET)).start()
+        socket = self._run.socket_path(CONTROL_SOCKET)
+        self._runner = await listen(application, socket, _LOG, last_answers_s=_LAST_ANSWERS_S)
         (self._run.path / CONTROL_SOCKET).chmod(0o600)
 
     async def stop(self) -> None:

@@ -141,6 +141,8 @@ class ModelOptions(Section):
     """When the model is loaded first."""
     idle_timeout_s: Annotated[float, Field(ge=0.1, le=31 * 86_400)] | None = None
     """So long after its last call the model is unloaded, and loaded again by the next one; None is never."""
+    min_residency_s: Annotated[float, Field(ge=0, le=86_400)] | None = None
+    """How long it stays, once loaded, before it may have to go for another; None is as server.residency says."""
     pinned: bool = False
     """Whether it stays in Triton whatever else needs room, also without calls."""
 

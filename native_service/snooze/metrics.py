@@ -35,15 +35,14 @@ class Lifecycle(Protocol):
 class SnoozeMetrics:
     """``text`` at each look."""
 
-    def __init__(self, counts: Callable[[], Counts], lifecycle: Lifecycle, restarts: Callable[[], int]) -> None:
-        """``restarts`` is how often Triton was started again: its counters began anew then."""
-        self._counts, self._lifecycle, self._restarts = counts, lifecycle, restarts
+    def __init__(self, counts: Callable[[], Counts], lifecycle: Lifecycle) -> None:
+        self._counts, self._lifecycle = counts, lifecycle
         self._runs: Tally[str] = Tally()
 
     def text(self, triton: str) -> str:
-        """In Prometheus' format 0.0.4, now that Triton's own text is ``triton``."""
-        # A model that was unloaded meanwhile is not in it any more, which reads as a counter that fell.
-        runs = self._runs.total(self._restarts(), {model: int(float(n)) for model, n in _RUNS.findall(triton)})
+        """In Prometheus' format 0.0.4, now that Triton's own text is ``triton``, kept over its restarts."""
+        # A model that was removed meanwhile is not in it any more, which reads as a counter that fell.
+        runs = self._runs.total(None, {model: int(float(n)) for model, n in _RUNS.findall(triton)})
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Own(self._counts(), self._lifecycle, sum(runs.values())))
         return generate_latest(registry).decode()

@@ -34,7 +34,7 @@ SERVER_NAME = "snooze-ml"
 AUTO = "auto"
 # Under these names the secrets of the file are kept where others come from the environment.
 _KEY, _TOKEN_SECRET = "NEREID_MODELS_FILE_KEY_{}", "NEREID_MODELS_FILE_JWT_SECRET"
-# What has no meaning here: Triton hands each request to whichever instance is free.
+# What has no meaning here: a model is one process, whose calls share their runs, and nothing is routed.
 _WITHOUT_EFFECT = ("autoscale_queue_threshold", "max_replicas", "routing_strategy")
 _LARGEST_FILE_BYTES = 16 * 1024 * 1024
 
@@ -63,12 +63,18 @@ class ModelKeys(_Section):
         given: dict[str, Any] = {
             "default_batch_size": self.max_batch_size,
             "batch_delay_ms": self.max_batch_delay_ms,
+            "min_residency_s": None if self.min_residency_secs is None else float(self.min_residency_secs),
             "pinned": self.pinned,
         }
         found = {key: value for key, value in given.items() if value is not None}
         if self.idle_timeout_secs is not None:
             found["idle_timeout_s"] = float(self.idle_timeout_secs) or None
         return found
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The keys that are said here and change nothing."""
+        return [key for key in _WITHOUT_EFFECT if getattr(self, key) is not None]
 
     @property
     def own_device(self) -> str | None:
@@ -201,9 +207,6 @@ def _entry(model: _Model, others: Mapping[str, Any], folder: Path) -> dict[str, 
 
 
 def _server(read: _File, folder: Path, said: CommandLine) -> dict[str, Any]:
-    residency: dict[str, Any] = {"max_loaded_models": read.defaults.max_loaded_models}
-    if read.defaults.min_residency_secs is not None:
-        residency["min_residency_s"] = float(read.defaults.min_residency_secs)
     return {
         "bind_addr": said.bind or own.DEFAULT_BIND,
         "http_addr": said.http,
@@ -212,7 +215,7 @@ def _server(read: _File, folder: Path, said: CommandLine) -> dict[str, Any]:
         "allow_model_control": True,
         "allow_insecure": said.allow_insecure,
         "name": SERVER_NAME,
-        "residency": residency,
+        "residency": {"max_loaded_models": read.defaults.max_loaded_models},
         "auth": _auth(read.auth or _Auth(enabled=False), said),
     }
 
@@ -276,8 +279,9 @@ def _read(path: Path) -> _File:
         raise SettingsError("\n".join(describe(path, error))) from None
     for key in _unknown(read, ""):
         _LOG.warning("%s: %s is not a known key; it is passed over", path, key)
-    for key in _without_effect(read):
-        _LOG.info("%s: %s has no effect here: Triton hands a request to whichever instance is free", path, key)
+    for whose, section in (("the defaults", read.defaults), *((f"model {each.id!r}", each) for each in read.models)):
+        for key in section.without_effect:
+            _LOG.warning("%s: %s of %s has no effect here: each model has one process, which batches", path, key, whose)
     return read
 
 
@@ -289,12 +293,3 @@ def _unknown(section: BaseModel, where: str) -> Iterator[str]:
             if isinstance(each, BaseModel):
                 index = f"[{number}]" if isinstance(value, tuple) else ""
                 yield from _unknown(each, f"{where}{name}{index}.")
-
-
-def _without_effect(read: _File) -> Iterator[str]:
-    sections: list[tuple[str, ModelKeys]] = [("defaults", read.defaults)]
-    sections += [(f"models[{number}]", model) for number, model in enumerate(read.models)]
-    for where, section in sections:
-        yield from (f"{where}.{key}" for key in _WITHOUT_EFFECT if getattr(section, key) is not None)
-        if where != "defaults" and section.min_residency_secs is not None:
-            yield f"{where}.min_residency_secs"

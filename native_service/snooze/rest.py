@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from native_service.edge.http_endpoints import is_not_about_bad_bytes
+from native_service.edge.http_endpoints import is_not_about_bad_bytes, listen
 from native_service.envoy.snooze import RETRY_AFTER_S
 from native_service.front import Front
 from native_service.kserve.body_codings import Decoder
@@ -108,18 +108,7 @@ class RestServer:
                 web.post(_MODEL + "/unpin", self._order(self._unpin, {"status": "unpinned", "pinned": False})),
             ]
         )
-        # A client that goes ends its call: its permit is free and the model may skip it.
-        self._runner = web.AppRunner(
-            application,
-            access_log=None,
-            logger=_LOG,
-            handler_cancellation=True,
-            # Bounded, unlike aiohttp's own, in ``_body``.
-            auto_decompress=False,
-            shutdown_timeout=0,
-        )
-        await self._runner.setup()
-        await web.UnixSite(self._runner, socket).start()
+        self._runner = await listen(application, socket, _LOG, ends_calls=True, last_answers_s=0)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -211,6 +200,8 @@ class RestServer:
         answer says how it is.
         """
         name, keys = upload.model_id, upload.keys
+        if without := keys.without_effect:
+            _LOG.warning("the uploaded model %r: %s has no effect here", name, ", ".join(without))
         base = self._control.settings_for(name)
         if base is None:
             raise NotOffered("this server serves the models that its settings list, and no uploaded ones")

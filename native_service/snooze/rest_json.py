@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from native_service.kserve.json import encode, parse_object
-from native_service.models.catalogue import ServedModel
 from native_service.models.residence import Residence
+from native_service.models.served import ServedModel
 from native_service.snooze.casts import FP32, Array
 from nereid_backend.errors import InvalidArgument, OverLimit, short_repr
 

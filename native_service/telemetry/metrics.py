@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from nereid_backend.errors import (
@@ -92,7 +92,7 @@ class Tally(Generic[K]):
 
     def __init__(self) -> None:
         self._past: Counter[K] = Counter()
-        self._last: Mapping[K, int] = {}
+        self._last: dict[K, int] = {}
         self._life: Hashable = None
 
     def total(self, life: Hashable, counts: Mapping[K, int]) -> Mapping[K, int]:
@@ -105,3 +105,9 @@ class Tally(Generic[K]):
         self._past.update(fell)
         self._last = dict(counts)
         return self._past + Counter(counts)
+
+    def forget(self, keys: Iterable[K]) -> None:
+        """Should they be counted again, they begin at zero."""
+        for key in keys:
+            self._past.pop(key, None)
+            self._last.pop(key, None)

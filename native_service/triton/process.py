@@ -267,6 +267,8 @@ class TritonServer:
         try:
             await self._while_running(call, f"while unloading {model!r}")
         except grpc.aio.AioRpcError as error:
+            # What stayed would hold its memory for nobody, and count nowhere.
+            stubs.kill(self._record.processes_of(model))
             reason = load_failure(error.details() or "")
             raise ModelLoadError(f"model {model!r} could not be unloaded: {reason}") from None
         else:

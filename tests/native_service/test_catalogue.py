@@ -6,13 +6,14 @@ import asyncio
 import errno
 import os
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from serving import input_tensor, write_adder
+from serving import alive, input_tensor, write_adder
 from tritonclient.utils import InferenceServerException
 
 from converters.convert import convert
@@ -20,6 +21,7 @@ from native_service.models import catalogue
 from native_service.models.catalogue import Catalogue
 from native_service.models.conversion import Converted, Source
 from native_service.settings import ModelSettings
+from native_service.triton import process
 from nereid_backend.errors import EnvoyUnavailable, ModelLoadError, RepositoryError
 
 pytestmark = pytest.mark.triton
@@ -126,6 +128,26 @@ def test_a_front_that_refused_is_told_again_what_holds(shelf: Shelf, triton: Any
     triton._do(shelf.catalogue.route_dead())
     assert shelf.front.asked == {"told": 1}
     shelf.remove("told")
+
+
+def test_what_triton_does_not_unload_holds_nothing_and_can_be_loaded_again(
+    shelf: Shelf, triton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_over() -> bool:
+        return True
+
+    shelf.put("stuck", 1)
+    processes = shelf.catalogue.processes_of("stuck")
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_UNLOAD_TIMEOUT_S", 1e-9)
+        assert triton._do(shelf.catalogue.leave("stuck", is_over))
+    deadline = time.monotonic() + 60
+    while processes and alive(set(processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert triton._do(shelf.catalogue.enter("stuck"))
+    assert (len(processes), shelf.amount("stuck")) == (1, 1)
+    shelf.remove("stuck")
 
 
 def test_a_swap_that_memory_has_no_room_for_is_refused(

@@ -13,8 +13,9 @@ import pytest
 
 from native_service import settings
 from native_service.models import watch
+from native_service.models.attempt import Attempt
 from native_service.models.catalogue import Catalogue
-from native_service.models.control import ModelControl, Outcome, _Attempt
+from native_service.models.control import ModelControl, Outcome
 from native_service.models.conversion import Converted, Source
 from native_service.models.residency import Residency
 from native_service.settings import ModelOptions, ModelSettings, ResidencySettings
@@ -74,8 +75,9 @@ class FakeConverter:
 
     async def sources(self, its: Any) -> tuple[list[Source], list[str]]:
         folder = its.server.folder
-        of_folder = [ModelSettings(name=path.name, device="cpu", queue_capacity=1) for path in sorted(folder.iterdir())]
-        models = its.models or of_folder
+        listed = {model.name for model in its.models}
+        found = [path.name for path in sorted(folder.iterdir())] if its.others is not None else []
+        models = (*its.models, *(its.others.named(name) for name in found if name not in listed))
         return [Source(folder / m.name, m) for m in models if (folder / m.name).exists()], []
 
     async def convert(self, source: Source, folder: Path, *_: Any) -> Converted:
@@ -84,7 +86,7 @@ class FakeConverter:
             raise BundleError("manifest.yaml: outputs are missing")
         if text == "restless":
             source.path.write_text("calm")
-        (folder / source.name).mkdir()
+        (folder / source.name / "1").mkdir(parents=True)
         (folder / source.name / "text").write_text(text)
         return Converted(ModelSpec(source.name, "fake", "fake", (), (), ()), folder)
 
@@ -93,7 +95,7 @@ class Controlled:
     def __init__(self, folder: Path, front: Any, its: settings.Settings, *, lenient: bool = True) -> None:
         repository, staging = folder / "repository", folder / "staging"
         for each in (repository, staging):
-            each.mkdir()
+            each.mkdir(parents=True)
         run: Any = SimpleNamespace(repository=repository, staging=staging)
         self.triton: Any = FakeTriton(repository)
         self.catalogue = Catalogue(run, self.triton, 1)
@@ -439,7 +441,7 @@ def test_what_is_no_single_file_in_the_folder_is_not_replaced_by_one(models: Pat
     async def scenario() -> None:
         controlled = Controlled(tmp_path, front, its)
         control = controlled.control
-        control._tried["a"] = _Attempt(Source(tmp_path / "elsewhere", rows[0]), (), {})
+        control._tried["a"] = Attempt(Source(tmp_path / "elsewhere", rows[0]), (), {})
         (models / "folder").mkdir()
         for name in ("a", "folder"):
             with pytest.raises(AlreadyExists, match="cannot replace"):
@@ -447,7 +449,7 @@ def test_what_is_no_single_file_in_the_folder_is_not_replaced_by_one(models: Pat
                     rows[0].model_copy(update={"name": name}), arrived(models, name, "2"), overwrite=True
                 )
         assert (tmp_path / "elsewhere").read_text() == "1"
-        control._tried["other"] = _Attempt(Source(models / "plain", rows[0]), (), {})
+        control._tried["other"] = Attempt(Source(models / "plain", rows[0]), (), {})
         with pytest.raises(AlreadyExists, match="another model is read from plain"):
             await control.adopt(
                 rows[0].model_copy(update={"name": "plain"}), arrived(models, "plain", "2"), overwrite=True
@@ -561,3 +563,25 @@ def test_what_a_caller_has_unloaded_stays_away_after_a_reload(models: Path, relo
         assert controlled.triton.serves == {}
 
     reloading(scenario)
+
+
+def test_a_broken_file_that_nobody_asked_for_does_not_stop_the_start(
+    tmp_path: Path, models: Path, front: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in (("good", "1"), ("listed", "1"), ("broken", "wrong")):
+        (models / name).write_text(text)
+    on_call = ModelOptions(load="first_request")
+    listed = ModelSettings(name="listed", device="cpu", queue_capacity=1, options=on_call)
+    others = settings.OtherModels(options=on_call)
+    its = settings.for_folder(models).model_copy(update={"models": (listed,), "others": others})
+
+    async def scenario() -> None:
+        controlled = Controlled(tmp_path, front, its, lenient=False)
+        await controlled.start()
+        assert sorted(controlled.front.models) == ["good", "listed"]
+        (models / "listed").write_text("wrong")
+        with pytest.raises(BundleError, match=r"model .listed.: manifest\.yaml: outputs are missing"):
+            await Controlled(tmp_path / "again", front, its, lenient=False).control.convert()
+
+    asyncio.run(scenario())
+    assert "model 'broken': manifest.yaml: outputs are missing; it is left out" in caplog.messages

@@ -208,6 +208,18 @@ def test_a_model_that_has_just_come_does_not_go_for_another(tmp_path: Path) -> N
     run(made(tmp_path, ResidencySettings(max_loaded_models=1), a=KEPT, b=KEPT), scenario)
 
 
+def test_a_model_may_have_a_shorter_stay_of_its_own(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        for name in ("brief", "b"):
+            await world.residency.wake(name)
+            assert world.triton.loaded == {name}
+        with pytest.raises(ResourceExhausted):
+            await world.residency.wake("brief")
+
+    brief = KEPT.model_copy(update={"min_residency_s": 0.0})
+    run(made(tmp_path, ResidencySettings(max_loaded_models=1), brief=brief, b=KEPT), scenario)
+
+
 def test_the_start_loads_what_there_is_room_for(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         assert world.triton.loaded == {"a", "b"}

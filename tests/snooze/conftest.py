@@ -20,3 +20,9 @@ def sdk(snooze: Snoozing, kind: str) -> Iterator[Any]:
     """``sdk(key, **options)`` opens a client of the file's server, the fixture ``snooze``, which the file makes."""
     yield lambda *key, **options: snooze.client(*key, kind=kind, **options)
     snooze.close_clients()
+
+
+@pytest.fixture(params=["grpc", "rest"])
+def caller(sdk: Any, request: pytest.FixtureRequest) -> Any:
+    """``sdk`` with clients that run models over gRPC, and with those that do so over REST."""
+    return lambda *key, **options: sdk(*key, use_grpc=request.param == "grpc", **options)

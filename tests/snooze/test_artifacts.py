@@ -80,7 +80,8 @@ def snooze(tmp_path_factory: pytest.TempPathFactory, trained: dict[str, Any]) ->
 
     models: dict[str, Any] = {name: {"options": {"allow_code": True}} for name in ("worker", "centred")}
     models |= {name: {} for name in trained}
-    with snoozing(tmp_path_factory.mktemp("artifacts"), models, make=make) as running:
+    server = {"rest_addr": "127.0.0.1:0"}
+    with snoozing(tmp_path_factory.mktemp("artifacts"), models, server=server, make=make) as running:
         yield running
 
 
@@ -103,8 +104,8 @@ def test_7_27_boosters_predict_what_they_did_before_and_nan_is_missing(sdk: Any,
         np.testing.assert_allclose(answer, expected.reshape(len(rows), columns), atol=1e-5)
 
 
-def test_32_a_worker_answers_and_its_errors_are_those_of_the_sdk(sdk: Any) -> None:
-    client = sdk(INF)
+def test_32_a_worker_answers_and_its_errors_are_those_of_the_sdk(caller: Any) -> None:
+    client = caller(INF)
     rows = np.arange(8, dtype=np.float32).reshape(2, 4)
     np.testing.assert_allclose(client.infer("worker", rows)["output"], np.sqrt(rows))
     for value, error, words in (

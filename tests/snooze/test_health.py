@@ -22,8 +22,8 @@ def snooze(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snoozing]:
 
 def test_health_is_told_without_credentials(sdk: Any) -> None:
     client = sdk(None)
-    assert client.grpc_health("inference.GRPCInferenceService") is True
-    assert client.grpc_health() is True
+    for service in ("", "snoozeml.v1.InferenceService", "inference.GRPCInferenceService"):
+        assert client.grpc_health(service) is True
 
 
 def test_the_health_of_a_name_nobody_knows_is_not_found(sdk: Any) -> None:

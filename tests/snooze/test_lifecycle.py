@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 import snoozeml
 from live import stubs
 from serving import write_adder
-from snoozing import ADM, Snoozing, snoozing
+from snoozing import ADM, Snoozing, infer_together, snoozing
 
 pytestmark = pytest.mark.triton
 
@@ -106,8 +106,8 @@ def test_a_pinned_model_outlives_its_idle_time_until_it_is_unpinned(sdk: Any) ->
     assert (info.pinned, info.is_loaded, info.state.value) == (False, False, "idle")
 
 
-def test_the_one_place_goes_to_whom_is_called_unless_a_pinned_model_has_it(sdk: Any) -> None:  # 16
-    client = sdk()
+def test_the_one_place_goes_to_whom_is_called_unless_a_pinned_model_has_it(caller: Any) -> None:  # 16
+    client = caller()
     assert_adds_one(client.infer("a", INPUT))
     gone = client.get_metrics().capacity_deallocations_total
     assert_adds_one(client.infer("b", INPUT))
@@ -119,6 +119,22 @@ def test_the_one_place_goes_to_whom_is_called_unless_a_pinned_model_has_it(sdk: 
     assert caught.value.retry_after == 5
     client.models.unpin("a")
     assert_adds_one(client.infer("b", INPUT))
+
+
+def test_what_a_model_has_counted_is_kept_while_it_is_away(snooze: Snoozing) -> None:
+    client = snooze.client()
+
+    def rows() -> int:
+        (found,) = re.findall(r'^nv_inference_count{model="a",version="1"} (\S+)$', client.metrics(), re.MULTILINE)
+        return int(float(found))
+
+    client.infer("a", INPUT)
+    before = rows()
+    for more in (1, 2):
+        client.infer("a", INPUT)
+        client.infer("b", INPUT)  # which takes its place at once
+        assert (state(client, "a"), rows()) == ("idle", before + more * len(ROWS))
+    snooze.close_clients()
 
 
 def test_a_client_that_hangs_up_does_not_leave_half_of_an_unload(sdk: Any, snooze: Snoozing) -> None:
@@ -135,29 +151,24 @@ def test_a_client_that_hangs_up_does_not_leave_half_of_an_unload(sdk: Any, snooz
     assert (state(client, "a"), stubs(snooze.served, "a")) == ("idle", set())
 
 
-def test_many_first_callers_wait_for_one_load(snooze: Snoozing) -> None:  # 19
-    client, before, together = snooze.client(ADM), loads(snooze), Barrier(CALLERS)
-
-    def call() -> Any:
-        together.wait(WAIT_S)
-        return client.infer("moody", INPUT)
-
+def test_many_first_callers_wait_for_one_load(snooze: Snoozing, caller: Any) -> None:  # 19
+    client, before = snooze.client(ADM), loads(snooze)
     set_mood(snooze.models, "wait")
     client.models.unload("moody")
-    with ThreadPoolExecutor(CALLERS) as callers:
-        calls = [callers.submit(call) for _ in range(CALLERS)]
+    with ThreadPoolExecutor(1) as beside:
+        calls = beside.submit(infer_together, caller(), [("moody", INPUT)] * CALLERS)
         try:
             until(lambda: state(client, "moody") == "loading" and loads(snooze) > before)
-            assert not any(each.done() for each in calls)
+            assert not calls.done()
         finally:
             set_mood(snooze.models, "good")
-        for each in calls:
-            assert_adds_one(each.result())
+        for answer in calls.result():
+            assert_adds_one(answer)
     assert loads(snooze) == before + 1
 
 
-def test_a_load_that_fails_is_told_and_tried_again_by_the_next_call(sdk: Any, snooze: Snoozing) -> None:  # 20
-    client, before = sdk(), loads(snooze)
+def test_a_load_that_fails_is_told_and_tried_again_by_the_next_call(caller: Any, snooze: Snoozing) -> None:  # 20
+    client, before = caller(), loads(snooze)
     client.models.unload("moody")
     set_mood(snooze.models, "bad")
     for tries in (1, 2):

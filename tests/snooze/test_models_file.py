@@ -46,8 +46,9 @@ def test_what_the_sdk_writes_is_read_in_both_formats(tmp_path: Path) -> None:
     config = snoozeml.SnoozeConfig(defaults=GlobalDefaultsConfig(max_loaded_models=3, min_residency_secs=2))
     config.add_model("plain", "plain.onnx")
     config.add_model(
-        "odd", "other/odd.onnx", description="two words", max_batch_size=64, max_batch_delay_ms=7, idle_timeout_secs=5
-    )
+        "odd", "other/odd.onnx", description="two words", max_batch_size=64, max_batch_delay_ms=7, idle_timeout_secs=5,
+        min_residency_secs=9,
+    )  # fmt: skip
     config.add_model("kept", "kept.onnx", pinned=True, idle_timeout_secs=0, device="cuda")
     config.add_api_key("admin", key=KEY, name="me")
     config.add_api_key("ro", key=f"{KEY}-ro")
@@ -65,7 +66,8 @@ def test_what_the_sdk_writes_is_read_in_both_formats(tmp_path: Path) -> None:
         assert (kept.options.pinned, kept.options.idle_timeout_s, kept.device) == (True, None, "cuda:0")
         assert read.others is not None
         assert read.others.options == plain.options.model_copy(update={"path": None})
-        assert (read.server.residency.max_loaded_models, read.server.residency.min_residency_s) == (3, 2.0)
+        assert read.server.residency.max_loaded_models == 3
+        assert [model.options.min_residency_s for model in read.models] == [2.0, 9.0, 2.0]
         assert str(read.server.rest) == models_file.DEFAULT_REST
         assert read.server.allow_model_control
         assert read.server.auth is not None
@@ -146,14 +148,19 @@ def test_brokers_are_refused_and_unknown_keys_warned_of(read: Read, caplog: pyte
     text = problem(read, '[[streams]]\nname = "x"\nbroker = "redis"\n')
     assert "[[streams]] is not supported: nereid reads no message broker" in text
     with caplog.at_level(logging.INFO):
-        read('colour = 1\n[defaults]\nfast = true\nmax_replicas = 2\n[[models]]\nid = "a"\npath = "a"\nsize = 3')
+        read(
+            "colour = 1\n[defaults]\nfast = true\nmax_replicas = 2\n"
+            '[[models]]\nid = "a"\npath = "a"\nsize = 3\nrouting_strategy = "random"\n'
+        )
     told = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert told[:3] == [
         "colour is not a known key; it is passed over",
         "defaults.fast is not a known key; it is passed over",
         "models[0].size is not a known key; it is passed over",
     ]
-    assert told[3].startswith("defaults.max_replicas has no effect here")
+    assert [line.partition(" has no effect here")[0] for line in told[3:]] == [
+        "max_replicas of the defaults", "routing_strategy of model 'a'",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

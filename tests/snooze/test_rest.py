@@ -30,6 +30,8 @@ def make(models: Path) -> None:
     for name in ("adder", "fresh_sync", "fresh_async", "moved_sync", "moved_async"):
         write_adder(models / f"{name}.onnx")
     write_adder(models / "file-of-listed.onnx", amount=2.0)
+    for name in ("broken.onnx", "no name.onnx"):
+        (models / name).write_bytes(b"no model")
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,10 @@ def test_the_first_call_of_an_idle_model_succeeds(rest: Any, kind: str) -> None:
 def test_wrong_inputs_are_told_in_the_words_of_the_sdk(rest: Any) -> None:  # 8
     client = rest(INF)
     text = refused(snoozeml.ShapeMismatchError, 400, client.infer, "adder", {"input": ROWS[:, :2]})
-    assert "Shape mismatch" in text
+    assert text.startswith("Shape mismatch: ")
     refused(snoozeml.InvalidInputError, 400, client.infer, "adder", {"inptu": ROWS})
+    # 27: the client itself, before it sends anything.
+    refused(snoozeml.InvalidInputError, None, client.infer, "adder", {"input": ROWS * np.nan})
 
 
 def test_who_has_no_key_or_a_wrong_one_is_nobody(rest: Any) -> None:  # 10
@@ -217,13 +221,16 @@ def test_estimators_are_deployed_and_predict_as_before(rest: Any, kind: str) -> 
     import xgboost
     from sklearn.linear_model import LogisticRegression
 
-    rows = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    rows = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
     labels = np.digitize(rows[:, 0] + rows[:, 1], [-1, 1])
     linear = LogisticRegression().fit(rows, labels)
     client, types = rest(), [("float_input", (None, 4))]
     assert client.deploy_sklearn(linear, model_id=f"linear_{kind}", initial_types=types).id == f"linear_{kind}"
-    answers = client.infer_dataset(f"linear_{kind}", {"float_input": rows}, batch_size=32)
-    np.testing.assert_allclose(output(answers), linear.predict_proba(rows), atol=1e-5)
+    at_once = {"concurrency": 4} if kind == "async" else {}
+    for use_grpc in (False, True):
+        sliced = {"batch_size": 32, "use_grpc": use_grpc, **at_once}
+        answers = client.infer_dataset(f"linear_{kind}", {"float_input": rows}, **sliced)
+        np.testing.assert_allclose(output(answers), linear.predict_proba(rows), atol=1e-5)
     trees = xgboost.XGBClassifier(n_estimators=3, max_depth=2, n_jobs=1).fit(rows, labels)
     assert client.deploy_xgboost(trees, model_id=f"trees_{kind}").onnx_path == f"trees_{kind}.xgb.json"
     np.testing.assert_allclose(
@@ -241,6 +248,17 @@ def test_a_file_dropped_into_the_folder_is_there_after_a_refresh(snooze: Snoozin
     np.testing.assert_array_equal(output(client.infer(name, INPUT)), ROWS + 6)
     (snooze.models / f"{name}.onnx").unlink()
     assert name not in {model.id for model in client.models.refresh()}
+
+
+def test_a_broken_file_is_left_out_until_it_is_mended(snooze: Snoozing) -> None:  # 20
+    client = snooze.client(use_grpc=False)
+    assert "broken" not in {model.id for model in client.models.list()}
+    refused(snoozeml.ModelNotFoundError, 404, client.infer, "broken", INPUT)
+    assert "broken" not in {model.id for model in client.models.refresh()}
+    write_adder(snooze.models / "broken.onnx", amount=7.0)
+    assert "broken" in {model.id for model in client.models.refresh()}
+    np.testing.assert_array_equal(output(client.infer("broken", INPUT)), ROWS + 7)
+    snooze.close_clients()
 
 
 def test_metrics_are_what_the_sdk_adds_up(rest: Any) -> None:  # 24

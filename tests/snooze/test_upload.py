@@ -100,7 +100,7 @@ def test_parts_come_in_any_order(send: Sending, taken: Taken, first: bool) -> No
     [its] = taken.uploads
     assert (its.model_id, its.file.name, its.overwrite, its.description) == ("m.1", "m.1.onnx", True, "größer")
     assert its.keys.options == {
-        "default_batch_size": 8, "batch_delay_ms": 3, "pinned": True, "idle_timeout_s": 60.0,
+        "default_batch_size": 8, "batch_delay_ms": 3, "pinned": True, "idle_timeout_s": 60.0, "min_residency_s": 1.0,
     }  # fmt: skip
     assert taken.contents == [DATA]
 
