@@ -29,6 +29,8 @@ from nereid_backend.tensors import TensorAccess
 CANCEL_CHECK_MIN_RUN_S = 0.005
 CANCEL_CHECK_MIN_SHARE_S = 0.002
 
+# gRPC clients refuse status texts from 8 KiB on, counted after percent-encoding.
+_LONGEST_TOLD_BYTES = 6000
 _TRITON_CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
     "NOT_FOUND": "NOT_FOUND",
@@ -143,6 +145,23 @@ def open_streams() -> None:
 
 
 def failure(message: str, code: str) -> Any:
-    """An error response."""
+    """An error response, with as much of ``message`` as a gRPC client accepts."""
     triton_code = getattr(pb_utils.TritonError, _TRITON_CODES.get(code, "INTERNAL"))
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, triton_code))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(_shortened(message), triton_code))
+
+
+def _shortened(text: str) -> str:
+    """``text`` with its middle left out; the log has the whole."""
+    if _encoded_bytes(text) <= _LONGEST_TOLD_BYTES:
+        return text
+    head, tail = text[:200], text[200:]
+    budget = _LONGEST_TOLD_BYTES - _encoded_bytes(head) - 16
+    kept = len(tail)
+    while (size := _encoded_bytes(tail[-kept:])) > budget:
+        kept = min(kept - 1, max(1, kept * budget // size))
+    return f"{head} ... {tail[-kept:]}"
+
+
+def _encoded_bytes(text: str) -> int:
+    """The size of ``text`` in gRPC's percent-encoding, which leaves printable ASCII alone."""
+    return sum(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3 for byte in text.encode(errors="replace"))

@@ -456,20 +456,18 @@ class ModelControl:
 
     async def _miss(self, name: str, view: Mapping[str, Fingerprint]) -> None:
         """``name`` has been there and is not any more, or is not a model any more."""
-        source, state, _ = self._tried[name]
-        listed = self._settings.serves(name)
-        entry = source.path.name
-        if listed and entry in view:
-            if view[entry] != state:
+        tried = self._tried.get(name)  # none when the last attempt met a Triton that was being started again
+        if tried is not None and self._settings.serves(name) and (entry := tried.source.path.name) in view:
+            if view[entry] != tried.state:
                 _LOG.error("%s is not a model any more; what is served stays", entry)
-                self._tried[name] = self._tried[name]._replace(state=view[entry])
+                self._tried[name] = tried._replace(state=view[entry])
             return
         if name in self._catalogue.specs:
             await self._catalogue.remove(name)
             _LOG.info("removed %s", name)
         self._unloaded.discard(name)
         self._records.forget(name)
-        del self._tried[name]
+        self._tried.pop(name, None)
 
     def _read_again(self, reread: Callable[[], Settings]) -> None:
         try:

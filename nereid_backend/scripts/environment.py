@@ -33,7 +33,7 @@ _LOG = logging.getLogger("nereid.environments")
 _COMPLETE = "complete"
 _KEPT_UNUSED_S = 30 * 24 * 3600.0
 _LAST_LINES = 40
-_NAMES_A_FILE = re.compile(r"^(?:-r|-c|--requirement|--constraint)(?:\s+|=)?(\S+)")
+_NAMES_A_FILE = re.compile(r"^(?:-r|-c|--requirement|--constraint)(?:\s+|=)?(.+)")
 _LARGEST_FILE = 1024 * 1024
 # What a program may know of the server's environment. Anything else may be a secret; who wants more passed on names it.
 _PASSED = (
@@ -200,6 +200,13 @@ def _key(content: Sequence[str]) -> str:
     return hashlib.sha256(repr((python, list(content))).encode()).hexdigest()[:32]
 
 
+def _first_word(words: str, line: str, name: str) -> str:
+    try:
+        return next(iter(shlex.split(words, comments=True)), "")
+    except ValueError as error:
+        raise BundleError(f"{name}: {line!r} cannot be read ({error}); correct the quotes") from None
+
+
 def _requirements(folder: Path, name: str, seen: set[Path]) -> list[str]:
     """The lines of a requirements file, those of the files it names in their place. Raises BundleError."""
     path = (folder / name).resolve()
@@ -211,7 +218,7 @@ def _requirements(folder: Path, name: str, seen: set[Path]) -> list[str]:
         line = line.strip()
         lines.append(line)
         if named := _NAMES_A_FILE.match(line):
-            other = shlex.split(named[1])[0] if named[1] else ""
+            other = _first_word(named[1], line, name)
             if "://" not in other:
                 lines += _requirements(folder, str(Path(name).parent / other), seen)
         elif line.startswith(("-e", "--editable", ".", "/", "file:")):

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -34,8 +33,6 @@ from nereid_backend.tensors import TensorAccess
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _FLOAT = "float32"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where nereid-server's C++ models leave their outputs, too
-# gRPC clients refuse status texts from 8 KiB on, counted after percent-encoding.
-_LONGEST_TOLD = 6000
 
 
 @dataclass(slots=True)
@@ -204,7 +201,7 @@ class TritonPythonModel:
             trace = "".join(traceback.format_exception(error))
             pb_utils.Logger.log_error(f"model {name!r} request {request_id or '-'} failed\n{trace}")
             error = EngineError(f"{type(error).__name__}; the server's log has the details")
-        text = _shortened(f"model {name!r}: {error}")
+        text = f"model {name!r}: {error}"
         return failure(f"[{error.code}] {text}" if code_in_text else text, error.code)
 
 
@@ -226,20 +223,3 @@ def _death(ended: child.Ended) -> str:
     how = f"was killed by signal {-ended.code}" if ended.code < 0 else f"ended with exit code {ended.code}"
     stderr = ended.stderr.decode(errors="replace").strip()
     return f"it {how}; stderr: {stderr}" if stderr else f"it {how} and wrote nothing to stderr"
-
-
-def _shortened(text: str) -> str:
-    """``text`` with its middle left out until a gRPC client accepts it; the log has the whole."""
-    if _encoded(text) <= _LONGEST_TOLD:
-        return text
-    head, tail = text[:200], text[200:]
-    budget = _LONGEST_TOLD - _encoded(head) - 16
-    kept = len(tail)
-    while _encoded(tail[-kept:]) > budget:
-        kept = min(kept - 1, max(1, kept * budget // _encoded(tail[-kept:])))
-    return f"{head} ... {tail[-kept:]}"
-
-
-def _encoded(text: str) -> int:
-    """Bytes of ``text`` in gRPC's percent-encoding, which leaves printable ASCII alone."""
-    return len(quote(text, safe="".join(map(chr, range(0x20, 0x7F))).replace("%", "")))

@@ -261,6 +261,17 @@ def test_files_that_requirements_name_belong_to_the_key(tmp_path: Path) -> None:
         environment.prepare(source)
 
 
+def test_files_that_requirements_name_may_have_blanks_and_a_quote_left_open_is_told(tmp_path: Path) -> None:
+    more = {"more of it.txt": "-e here\n"}
+    for requirements, words in (
+        ('-r "more of it.txt"  # all\n', r"more of it\.txt: '-e here'"),
+        ('-r "more', "the quotes"),
+    ):
+        source = script_folder(tmp_path / words[-4:-1], requirements=requirements, **more)
+        with pytest.raises(BundleError, match=words):
+            prepare(source)
+
+
 def test_a_folder_without_requirements_is_told_to_have_an_empty_file(tmp_path: Path) -> None:
     source = script_folder(tmp_path / "m")
     (source / "requirements.txt").unlink()

@@ -224,6 +224,25 @@ def test_a_change_that_no_model_is_to_blame_for_is_tried_again(models: Path, run
     run(scenario)
 
 
+def test_a_model_goes_whose_last_change_met_a_server_that_was_away(models: Path, run: Run) -> None:
+    (models / "a").write_text("1")
+    (models / "b").write_text("1")
+
+    async def scenario(controlled: Controlled) -> None:
+        controlled.triton.away = True
+        (models / "a").write_text("2")
+        async with asyncio.timeout(20):
+            while controlled.triton.loads < 3:
+                await asyncio.sleep(0.01)
+            (models / "a").unlink()
+            while "a" in controlled.front.models:
+                await asyncio.sleep(0.01)
+        controlled.triton.away = False
+        await controlled.until({"b": "1"})
+
+    run(scenario)
+
+
 def test_a_model_that_changes_while_it_is_read_is_read_again(models: Path, run: Run) -> None:
     async def scenario(controlled: Controlled) -> None:
         (models / "a").write_text("restless")

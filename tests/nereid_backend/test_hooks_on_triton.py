@@ -33,6 +33,8 @@ def preprocess(inputs):
     ((_, x),) = inputs
     if (x == 99).any():
         raise InvalidArgument("99 is no measurement")
+    if x[0, 0] == 96:
+        raise InvalidArgument("96 is " + "très " * 5000 + "far")
     if (x == 98).any():
         raise KeyError("the secret path /srv")
     if (x == 97).any():
@@ -64,12 +66,14 @@ def test_hooks_run_around_the_executable_and_fail_their_own_request_only(
             except InferenceServerException as error:
                 outcome[value] = (error.status(), error.message())
 
-    threads = [threading.Thread(target=call, args=(value,)) for value in (*range(12), 97, 98, 99)]
+    threads = [threading.Thread(target=call, args=(value,)) for value in (*range(12), 96, 97, 98, 99)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     details = "the server's log has the details"
+    code, text = outcome.pop(96)
+    assert (code, text[:11], text[-8:]) == ("StatusCode.INVALID_ARGUMENT", "96 is très ", "très far")
     assert outcome == {
         **{value: (value + 1) * 20.0 for value in range(12)},
         97: ("StatusCode.INTERNAL", f"preprocess of model 'around' failed with SystemExit; {details}"),
