@@ -31,8 +31,8 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.mark.triton
 def test_a_bare_tritonserver_serves_the_golden_example(tmp_path: Path) -> None:
+    from native_service.triton import command as triton_command
     from native_service.triton import embedded as embedded_triton
-    from native_service.triton.process import _environment
 
     install = asyncio.run(embedded_triton.find())
     repo = tmp_path / "triton_models"
@@ -45,7 +45,7 @@ def test_a_bare_tritonserver_serves_the_golden_example(tmp_path: Path) -> None:
     command += [f"--{kind}-address=127.0.0.1" for kind in ("grpc", "http", "metrics")]
     if install.backend_directory is not None:
         command.append(f"--backend-directory={install.backend_directory}")
-    environment = {**_environment(install), "HOME": str(tmp_path)}
+    environment = {**triton_command.environment(install), "HOME": str(tmp_path)}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
         with tritonclient.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
