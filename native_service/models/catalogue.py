@@ -238,14 +238,16 @@ class Catalogue:
                 limits |= dict.fromkeys(model.triton_models, max(filter(None, limits_s), default=math.inf))
         return self._triton.kill_hung(limits)
 
-    def end_given_up(self, name: str) -> None:
-        """Kill what lives of ``name``, of which Triton has said that a process of it does not answer.
+    def end_given_up(self, name: str, call_s: float) -> None:
+        """Kill what lives of ``name``: Triton has said that a process of it does not answer, after so long a call.
 
         A process that stood still for a second in a call is given up with that call. When it goes on, its answers are
         taken for those of later calls (Triton 2.51).
         """
         model = self._served.get(name)
-        pids = [pid for each in (model.triton_models if model else ()) for pid in self._triton.kill_given_up(each)]
+        pids = [
+            pid for each in (model.triton_models if model else ()) for pid in self._triton.kill_given_up(each, call_s)
+        ]
         if pids:
             _LOG.error("model %r: a process of it stood still for too long in a call; its processes are killed", name)
 

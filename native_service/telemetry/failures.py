@@ -80,9 +80,10 @@ def tell(failure: Failure, error: BaseException | None = None) -> None:
 
 
 class LostProcesses(logging.Handler):
-    """Tells ``lost`` at once of each model of which Triton has said that a process of it does not answer."""
+    """Tells ``lost`` at once of each model of which Triton has said that a process of it does not answer, and how long
+    the call took, in seconds, that it said so of."""
 
-    def __init__(self, lost: Callable[[str], None]) -> None:
+    def __init__(self, lost: Callable[[str, float], None]) -> None:
         super().__init__(logging.ERROR)
         self._lost = lost
 
@@ -96,7 +97,7 @@ class LostProcesses(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         failure: Failure | None = getattr(record, "failure", None)
         if failure is not None and failure.text == PROCESS_DIED:
-            self._lost(failure.model)
+            self._lost(failure.model, failure.seconds)
 
 
 def of_envoy(line: str) -> Failure | None:

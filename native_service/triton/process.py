@@ -41,6 +41,8 @@ _HEALTH_TIMEOUT_S = 1.0
 _LAST_LINES_S = 0.5
 # Triton looks for life in a process once a second, and gives it up after 0.7 s at least.
 _GIVES_UP_S = 0.7
+# A call that met a process at its death is given up within 2 s (1.8 at most was seen).
+_LATEST_WORD_S = 3.0
 _IN_USE = "currently in use"
 _PORT_TAKEN = ("already in use", "Address in use", "Failed to bind")
 
@@ -231,12 +233,14 @@ class TritonServer:
         stubs.kill(hung)
         return [*hung.values()]
 
-    def kill_given_up(self, model: str) -> list[int]:
-        """Kill the processes of ``model``, one of which Triton may have given up; their ids.
+    def kill_given_up(self, model: str, call_s: float) -> list[int]:
+        """Kill the processes of ``model``, one of which Triton may have given up with a call of ``call_s``; their ids.
 
-        None of a model that has just been loaded: what Triton says then is about the process that died before.
+        None of a model that has just been loaded, when the call may have begun before that: what Triton says then is
+        about the process that died.
         """
-        if time.monotonic() - self._loaded.get(model, -math.inf) < _GIVES_UP_S:
+        loaded_s = time.monotonic() - self._loaded.get(model, -math.inf)
+        if loaded_s < _GIVES_UP_S or loaded_s < min(call_s, _LATEST_WORD_S):
             return []
         pids = self._record.processes_of(model)
         stubs.kill(pids)

@@ -34,6 +34,7 @@ _COMPLETE = "complete"
 _KEPT_UNUSED_S = 30 * 24 * 3600.0
 _LAST_LINES = 40
 _NAMES_A_FILE = re.compile(r"^(?:-r|-c|--requirement|--constraint)(?:\s+|=)?(.+)")
+_COMMENT = re.compile(r"(?:^|\s)#.*")  # a # within a name belongs to it
 _LARGEST_FILE = 1024 * 1024
 # What a program may know of the server's environment. Anything else may be a secret; who wants more passed on names it.
 _PASSED = (
@@ -202,7 +203,7 @@ def _key(content: Sequence[str]) -> str:
 
 def _first_word(words: str, line: str, name: str) -> str:
     try:
-        return next(iter(shlex.split(words, comments=True)), "")
+        return next(iter(shlex.split(_COMMENT.sub("", words))), "")
     except ValueError as error:
         raise BundleError(f"{name}: {line!r} cannot be read ({error}); correct the quotes") from None
 

@@ -262,12 +262,13 @@ def test_files_that_requirements_name_belong_to_the_key(tmp_path: Path) -> None:
 
 
 def test_files_that_requirements_name_may_have_blanks_and_a_quote_left_open_is_told(tmp_path: Path) -> None:
-    more = {"more of it.txt": "-e here\n"}
+    more = {"more of it.txt": "-e here\n", "c#.txt": "-e there\n"}
     for requirements, words in (
         ('-r "more of it.txt"  # all\n', r"more of it\.txt: '-e here'"),
+        ("-r c#.txt", r"c#\.txt: '-e there'"),
         ('-r "more', "the quotes"),
     ):
-        source = script_folder(tmp_path / words[-4:-1], requirements=requirements, **more)
+        source = script_folder(tmp_path / f"m{len(list(tmp_path.iterdir()))}", requirements=requirements, **more)
         with pytest.raises(BundleError, match=words):
             prepare(source)
 

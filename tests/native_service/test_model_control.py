@@ -203,15 +203,20 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
 
 
+async def change_while_away(controlled: Controlled, model: Path) -> None:
+    """Change ``model``, and let it be tried twice with a Triton that does not answer."""
+    controlled.triton.away, loads = True, controlled.triton.loads
+    model.write_text("2")
+    async with asyncio.timeout(20):
+        while controlled.triton.loads < loads + 2:
+            await asyncio.sleep(0.01)
+
+
 def test_a_change_that_no_model_is_to_blame_for_is_tried_again(models: Path, run: Run) -> None:
     (models / "a").write_text("1")
 
     async def scenario(controlled: Controlled) -> None:
-        controlled.triton.away = True
-        (models / "a").write_text("2")
-        async with asyncio.timeout(20):
-            while controlled.triton.loads < 3:
-                await asyncio.sleep(0.01)
+        await change_while_away(controlled, models / "a")
         controlled.triton.away = False
         await controlled.until({"a": "2"})
         controlled.front.refuses = True
@@ -229,12 +234,9 @@ def test_a_model_goes_whose_last_change_met_a_server_that_was_away(models: Path,
     (models / "b").write_text("1")
 
     async def scenario(controlled: Controlled) -> None:
-        controlled.triton.away = True
-        (models / "a").write_text("2")
+        await change_while_away(controlled, models / "a")
+        (models / "a").unlink()
         async with asyncio.timeout(20):
-            while controlled.triton.loads < 3:
-                await asyncio.sleep(0.01)
-            (models / "a").unlink()
             while "a" in controlled.front.models:
                 await asyncio.sleep(0.01)
         controlled.triton.away = False

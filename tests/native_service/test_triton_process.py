@@ -104,7 +104,8 @@ def test_a_model_that_fails_is_one_short_line_and_the_server_lives(server: Trito
 def test_processes_that_have_just_been_loaded_are_not_those_that_triton_has_given_up(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("native_service.triton.process._GIVES_UP_S", 30)
+    monkeypatch.setattr("native_service.triton.process._GIVES_UP_S", 60)
+    monkeypatch.setattr("native_service.triton.process._LATEST_WORD_S", 120)
 
     async def scenario() -> None:
         async with server:
@@ -112,10 +113,11 @@ def test_processes_that_have_just_been_loaded_are_not_those_that_triton_has_give
             await server.load("fine", 5)
             child = await asyncio.create_subprocess_exec("sleep", "60")
             monkeypatch.setattr(server._record, "processes_of", lambda model: [child.pid] if model == "fine" else [])
-            assert server.kill_given_up("fine") == []
-            assert child.returncode is None
+            assert server.kill_given_up("fine", call_s=0) == []
             monkeypatch.setattr("native_service.triton.process._GIVES_UP_S", 0)
-            assert server.kill_given_up("fine") == [child.pid]
+            assert server.kill_given_up("fine", call_s=60) == []  # begun before the load
+            assert child.returncode is None
+            assert server.kill_given_up("fine", call_s=0) == [child.pid]
             assert await child.wait() == -signal.SIGKILL
 
     asyncio.run(scenario())
