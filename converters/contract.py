@@ -255,7 +255,7 @@ def _integer(text: str) -> int:
 def _line_field(target: dict[str, Any], key: str, value: str, in_block: bool, number: int) -> None:
     known = _TENSOR_KEYS if in_block else _TOP_KEYS
     if key not in known:
-        raise ContractError(f"line {number}: unknown key {key!r}; known here: {', '.join(known)}")
+        raise ContractError(f"line {number}: unknown key {short_repr(key)}; known here: {', '.join(known)}")
     if key in ("name", "data_type"):
         target[key] = value.strip("\"'")
         return
@@ -272,4 +272,4 @@ def _line_field(target: dict[str, Any], key: str, value: str, in_block: bool, nu
     except (ValueError, KeyError):
         expected = "an integer" if key in _INTEGER_KEYS else "integers in brackets such as [-1, 16]"
         expected = "true or false" if key == "warm" else expected
-        raise ContractError(f"line {number}: {key} must be {expected}, got {value!r}") from None
+        raise ContractError(f"line {number}: {key} must be {expected}, got {short_repr(value)}") from None

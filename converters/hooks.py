@@ -24,7 +24,7 @@ from converters.meta import CODE_NOTE, check_code, files_for_code
 from converters.prepared import Prepared, Source
 from nereid_backend import builtins
 from nereid_backend.builtins import Builtin
-from nereid_backend.errors import BundleError, ManifestError, RecordError
+from nereid_backend.errors import BundleError, ManifestError, RecordError, short_repr
 from nereid_backend.spec import POSTPROCESS, PREPROCESS, VARIABLE, BuiltinSpec, Hooks, TensorSpec
 from nereid_backend.user_code import USER_CODE
 
@@ -99,7 +99,8 @@ def _with_axes_counted(options: Any, letters: Mapping[str, str], where: str) -> 
     wire = letters.get(tensor, "")[::-1] if isinstance(tensor, str) else ""
     if len(axis) != 1 or axis not in wire:
         raise ManifestError(
-            f"{where}: axis {axis!r} is no letter of an executable tensor {tensor!r}; use one, or count on the wire"
+            f"{where}: axis {short_repr(axis)} is no letter of an executable tensor {short_repr(tensor)}; use one, or "
+            "count on the wire"
         )
     return {**options, "axis": wire.index(axis)}
 
@@ -153,7 +154,9 @@ def _files(directory: Path, used: Sequence[Builtin]) -> dict[str, Source]:
     for builtin in used:
         for name in builtin.files():
             if not name or Path(name).name != name or not (directory / name).is_file():
-                raise BundleError(f"{builtin.name}: {name!r} is no file of the bundle; put it beside the manifest")
+                raise BundleError(
+                    f"{builtin.name}: {short_repr(name)} is no file of the bundle; put it beside the manifest"
+                )
             files[name] = directory / name
         builtin.check(directory)
     return files

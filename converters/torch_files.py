@@ -10,7 +10,7 @@ from typing import Any
 from converters.artifact import Artifact, positional_names
 from nereid_backend import dtypes
 from nereid_backend.engines import Port, import_library, pt2, torchscript
-from nereid_backend.errors import BundleError, SignatureError
+from nereid_backend.errors import BundleError, SignatureError, short_repr
 
 PLATFORM = "pytorch_libtorch"
 EXPORT_PLATFORM = "pytorch_export"
@@ -114,7 +114,9 @@ def _output_names(out_spec: Any, count: int) -> list[str]:
 
 def _port(label: str, role: str, name: str, value: Any) -> Port:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise SignatureError(f"{label}: {role} {name!r} is no tensor ({value!r}); export the model with tensors only")
+        raise SignatureError(
+            f"{label}: {role} {name!r} is no tensor ({short_repr(value)}); export the model with tensors only"
+        )
     token = str(value.dtype).removeprefix("torch.")
     try:
         dtype = dtypes.by_torch(token)

@@ -180,7 +180,7 @@ def _argument_order(name: str, header: safetensors.Header) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         order = None
     if not isinstance(order, list) or not all(isinstance(item, str) for item in order):
-        raise WeightsError(f"{name}: metadata argument_order must be a JSON list of names, got {text!r}")
+        raise WeightsError(f"{name}: metadata argument_order must be a JSON list of names, got {short_repr(text)}")
     if missing := [item for item in order if item not in header.entries]:
         raise WeightsError(f"{name}: argument_order names {missing}, which the file does not hold")
     if len(set(order)) != len(order):

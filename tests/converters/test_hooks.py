@@ -219,6 +219,8 @@ def test_letters_in_wire_order_are_told_and_can_be_declared(make_bundle: Callabl
         ({"softmax": {"input": "y", "output": 3}}, "output must be of type str, got 3"),
         ({"softmax": 3}, "must be an object, got 3"),
         ({"softmax": {"input": "y", "output": "p", "axis": "z"}}, "axis 'z' is no letter of an executable tensor 'y'"),
+        ({"softmax": {"input": ["y" * 900], "output": "p", "axis": "z"}}, r"tensor \['y{1,200}\.\.\."),
+        ({"softmax": {"input": "y", "output": "p", "axis": "z" * 900}}, r"axis 'z{1,200}\.\.\."),
         ({"softmax": {"input": "y", "output": "p", "axis": "n"}}, r"axis 0 is none of 'y', .* with the batch at 0"),
         ({"softmax": {"input": "y", "output": "p", "axis": 5}}, "axis 5 is none of 'y'"),
         ({"softmax": {"input": "logits", "output": "p"}}, r"softmax: there is no tensor 'logits', only \['y'\]"),
